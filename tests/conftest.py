@@ -4,6 +4,8 @@ import gc
 import itertools
 import os
 import signal
+import sys
+from pathlib import Path
 
 # Before torch is imported, and for every process that a test starts.
 os.environ["OMP_NUM_THREADS"] = "1"
@@ -51,3 +53,18 @@ def state_home(tmp_path_factory, monkeypatch):
     home = tmp_path_factory.getbasetemp() / "state-homes" / str(next(HOMES))
     monkeypatch.setenv("XDG_STATE_HOME", str(home))
     return home / "atoll"
+
+
+@pytest.fixture
+def own_modules(tmp_path, monkeypatch):
+    """Work in the test's folder; forget the modules that it imports from there.
+
+    The next test's `my_models` is another file.
+    """
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    yield
+    for name, module in list(sys.modules.items()):
+        file = getattr(module, "__file__", None)
+        if file and tmp_path in Path(file).resolve().parents:
+            del sys.modules[name]

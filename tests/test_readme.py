@@ -104,12 +104,8 @@ def place(tmp_path, monkeypatch):
     hub = types.ModuleType("transformers")
     hub.LlamaConfig, hub.LlamaForCausalLM = argparse.Namespace, Llama
     monkeypatch.setitem(sys.modules, "transformers", hub)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    monkeypatch.delitem(sys.modules, "my_models", raising=False)
     write_checkpoint(tmp_path)
-    yield tmp_path
-    sys.modules.pop("my_models", None)
+    return tmp_path
 
 
 @pytest.fixture

@@ -6,7 +6,6 @@ The coordinator runs in a thread; peers and all other commands run as a reader s
 import dataclasses
 import re
 import shlex
-import sys
 import tomllib
 from contextlib import ExitStack
 from pathlib import Path
@@ -60,12 +59,10 @@ def part(number):
 
 
 @pytest.fixture
-def place(tmp_path, monkeypatch):
+def place(tmp_path, monkeypatch, own_modules):
     """A folder with text and weights, as the page has them."""
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", list(sys.path))
     (tmp_path / "corpus").mkdir()
     for number in range(30):
         (tmp_path / "corpus" / f"{number}.txt").write_text(TEXT * 5)

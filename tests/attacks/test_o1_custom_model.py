@@ -54,15 +54,11 @@ def allowing(*names):
 
 
 @pytest.fixture
-def here(tmp_path, monkeypatch):
+def here(tmp_path, own_modules):
     """The folder in which a peer was started, with a module of its owner's."""
     (tmp_path / "mine.py").write_text(MODULE)
     (tmp_path / "theirs.py").write_text(THEIRS)
     (tmp_path / "hubconf.py").write_text(HUBCONF)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    for name in ("mine", "theirs"):
-        monkeypatch.delitem(sys.modules, name, raising=False)
     return tmp_path
 
 

@@ -3,7 +3,6 @@
 import dataclasses
 import runpy
 import socket
-import sys
 import threading
 from contextlib import closing
 from pathlib import Path
@@ -102,10 +101,9 @@ def build(channels=3):
 """
 
 
-def test_a_model_of_images_trains_in_a_run(organise, kit, monkeypatch, tmp_path):
+def test_a_model_of_images_trains_in_a_run(organise, kit, monkeypatch, tmp_path, own_modules):
     (tmp_path / "image_models.py").write_text(IMAGES)
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.delitem(sys.modules, "image_models", raising=False)
     spec = kit.tiny_spec(
         run={"rounds": 2}, model={"custom": "image_models:build", "overrides": {"channels": 1}}
     )

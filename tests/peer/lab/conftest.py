@@ -27,14 +27,14 @@ PROGRAM = """
     name = of("--name") if command == "peer" else "coordinator"
     what = json.loads((here / "what.json").read_text()).get(name, "run")
     starts = here / f"{name}.starts"
+    if what == "deaf":  # before anybody knows of its start
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
     (here / f"{name}.arguments").write_text(json.dumps(arguments))
     with starts.open("a") as file:
         file.write(f"{os.getpid()}\\n")
     if isinstance(what, list):  # one thing at each start
         what = what[len(starts.read_text().split()) - 1]
 
-    if what == "deaf":
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
     if command == "coordinator" and what in ("run", "deaf"):
         (Path(of("--state-dir")) / "checkpoints").mkdir(parents=True)
         (Path(of("--state-dir")) / "checkpoints" / "fake.safetensors").touch()
@@ -132,7 +132,7 @@ async def show_for_ever(feed):
         await asyncio.sleep(3600)
 
 
-async def until(condition, timeout_s=20.0):
+async def until(condition, timeout_s=60.0):
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline

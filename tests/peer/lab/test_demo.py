@@ -6,7 +6,6 @@ import os
 import re
 import signal
 import threading
-import time
 
 import pytest
 
@@ -21,14 +20,12 @@ from atoll.peer.lab.children import ChildFailed, ChildRefused
 from atoll.peer.lab.demo import ChaosError, DemoStuck, OutError, StallWatch, expect_room_for_chaos
 from atoll.peer.lab.summary import Compared
 
-SOON_S = 10.0  # processes start within a second; a busy machine takes longer
+SOON_S = 60.0  # a limit, no measurement: a busy machine takes many seconds for a start
 
 
 def fails(demo, kit, error):
-    began_s = time.monotonic()
     with pytest.raises(error) as caught:
-        asyncio.run(demo.run(kit.show_for_ever))
-    assert time.monotonic() - began_s < SOON_S
+        asyncio.run(asyncio.wait_for(demo.run(kit.show_for_ever), SOON_S))
     return str(caught.value)
 
 
@@ -164,21 +161,20 @@ def test_the_exit_code_tells_the_signal(stage, kit, number, monkeypatch, capsys)
     assert capsys.readouterr().err.endswith("stopped\n")
 
 
-def test_a_second_signal_does_not_wait_for_who_is_deaf(stage, kit):
+def test_a_second_signal_does_not_wait_for_a_deaf_process(stage, kit, monkeypatch):
+    monkeypatch.setattr(children, "STOP_S", 3600.0)
+
     async def main():
         demo = stage.demo(coordinator="deaf", peer_0="deaf", peer_1="deaf")
         running = asyncio.create_task(carry_out(demo, kit.show_for_ever))
         await kit.until(lambda: len(stage.pids()) == 3)
-        await asyncio.sleep(0.2)  # for them to have become deaf
         os.kill(os.getpid(), signal.SIGTERM)
         await asyncio.sleep(0.2)
         assert all(map(kit.is_alive, stage.pids()))
         os.kill(os.getpid(), signal.SIGTERM)
-        return await running
+        return await asyncio.wait_for(running, SOON_S)
 
-    began_s = time.monotonic()
     assert asyncio.run(main()) == (None, signal.SIGTERM)
-    assert time.monotonic() - began_s < children.STOP_S / 2
 
 
 # chaos

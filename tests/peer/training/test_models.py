@@ -216,11 +216,8 @@ number = 3
 
 
 @pytest.fixture
-def custom(tmp_path, monkeypatch):
+def custom(tmp_path, own_modules):
     (tmp_path / "my_models.py").write_text(CUSTOM)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("sys.path", list(__import__("sys").path))
-    monkeypatch.delitem(__import__("sys").modules, "my_models", raising=False)
 
     def build(name, own_loop=False, **overrides):
         return models.build(

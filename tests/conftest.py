@@ -10,9 +10,15 @@ from pathlib import Path
 # Before torch is imported, and for every process that a test starts.
 os.environ["OMP_NUM_THREADS"] = "1"
 
+import hypothesis
 import pytest
 import torch
 
+# Modules and thousands of tests are made before the first test runs, and all of them stay:
+# a collection passes over them in vain each time.
+gc.disable()
+hypothesis.settings.register_profile("atoll", deadline=None)  # a busy machine is no fault
+hypothesis.settings.load_profile("atoll")
 torch.set_num_threads(1)
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background ignores it
 
@@ -36,9 +42,9 @@ def pytest_collection_modifyitems(config, items):
 
 
 def pytest_collection_finish(session):
-    # Thousands of tests and torch's modules stay to the end: no collection need pass over them.
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 HOMES = itertools.count()

@@ -205,7 +205,7 @@ def test_newer_version_is_refused_by_name():
 
 
 @pytest.mark.parametrize("spec", SPECS)
-@hypothesis.settings(max_examples=40, deadline=None)
+@hypothesis.settings(max_examples=40)
 @hypothesis.given(data=st.data())
 def test_resealed_rubbish_is_refused_or_finite(spec, data):
     codec = parse(spec)

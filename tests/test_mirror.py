@@ -44,7 +44,9 @@ ACROSS = {
     "the coordinator's side of one role: invites, epochs and status": [
         "coordinator/test_keepers.py",
     ],
-    "real libraries beside the whole of `hf`": ["peer/training/hf/test_transformers.py"],
+    "`transformers` and `peft`, which take seconds to import": [
+        "peer/training/hf/test_transformers.py"
+    ],
     "the lab's commands from end to end": [
         "peer/lab/test_ending.py",
         "peer/lab/test_simulated_churn.py",

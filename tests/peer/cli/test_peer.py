@@ -7,8 +7,6 @@ import re
 import shutil
 import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
 import types
@@ -219,19 +217,3 @@ def test_a_peer_without_its_data_is_refused_before_it_joins(atoll, tmp_path):
 def test_a_peer_without_the_device_it_asks_for_is_refused(atoll, invite, tmp_path):
     assert "cuda" in refused(atoll("peer", invite, "--state-dir", "state", "--device", "cuda"))
     assert not (tmp_path / "state").exists()
-
-
-@pytest.mark.slow
-def test_a_peer_refuses_the_state_directory_of_another_run(invite, tmp_path):
-    mark = PeerPaths(root=tmp_path / "state").run
-    mark.parent.mkdir()
-    mark.write_text('{"run_id": "00"}')
-    told = refused_by_process("peer", invite, "--state-dir", mark.parent)
-    assert "got that of run 00" in told
-    assert mark.read_text() == '{"run_id": "00"}'
-
-
-def refused_by_process(*arguments):
-    command = [sys.executable, "-m", "atoll.peer.cli.main", *map(str, arguments)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=90)
-    return refused(types.SimpleNamespace(code=done.returncode, out=done.stdout, err=done.stderr))

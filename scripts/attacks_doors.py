@@ -10,7 +10,6 @@ import io
 import os
 import shutil
 import sqlite3
-import sys
 import tempfile
 import time
 from collections import Counter
@@ -18,8 +17,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from unittest.mock import patch
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 
 import msgpack
 import torch

@@ -31,7 +31,7 @@ from atoll.coordinator.run.spec import RunSpec, template
 from atoll.coordinator.run.status import RoundSummary, RunStatus
 from atoll.peer.cli.watching import look
 
-ATTACKER = Path(__file__).resolve().parent.parent / "tests" / "support" / "real_attacks.py"
+ATTACKER = ["-m", "support.real_attacks"]
 ATOLL = ["-c", "import sys; from atoll.peer.cli.main import main; sys.exit(main(sys.argv[1:]))"]
 
 STEP_S, INNER_STEPS = 1.0, 2  # windows of 2 s
@@ -216,7 +216,7 @@ class RealRun:
         self.invite = Invite.decode(told["invite"])
         for name in NAMES:
             lies = name == NAMES[-1] and self._attacker and not ATTACKS[self._attacker].stranger
-            liar = [str(ATTACKER), "member", self._attacker, str(self._switch)]
+            liar = [*ATTACKER, "member", self._attacker, str(self._switch)]
             words = [*(liar if lies else ATOLL), "peer", told["invite"], "--state-dir", name]
             words += ["--name", name, "--listen", f"/ip4/127.0.0.1/tcp/{self._ports[name]}"]
             words += ["--json", "--yes", "--allow-model", "paced:build", "--data", "texts"]
@@ -246,7 +246,7 @@ class RealRun:
             self._switch.touch()
             return
         addresses = [*self.invite.bootstrap[:1], self.address_of(NAMES[0])]
-        words = [str(ATTACKER), "stranger", self._attacker, self.invite.run_id.hex(), *addresses]
+        words = [*ATTACKER, "stranger", self._attacker, self.invite.run_id.hex(), *addresses]
         self._stranger = Process(self._folder, "stranger", words)
         self._stranger.yield_processor()
 

@@ -7,7 +7,6 @@ vote on the work of three trainers, and fewer than a third of them attack.
 """
 
 import asyncio
-import sys
 import tempfile
 import time
 from collections import Counter
@@ -16,8 +15,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 
 import pytest
 import torch

@@ -20,18 +20,16 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import attacks_doors
+import attacks_real
+import attacks_rows
+import attacks_swarm
+import torch
+from circumstances import circumstances
+
+from support.liar_runs import BOUND_S, PATIENCE_S, WINDOW_S, LiarRun, run_liar
+
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT / "tests"))
-
-import attacks_doors  # noqa: E402
-import attacks_real  # noqa: E402
-import attacks_rows  # noqa: E402
-import attacks_swarm  # noqa: E402
-import torch  # noqa: E402
-from circumstances import circumstances  # noqa: E402
-
-from support.liar_runs import BOUND_S, PATIENCE_S, WINDOW_S, LiarRun, run_liar  # noqa: E402
-
 SAVED = ROOT / "docs" / "benchmarks" / "attacks.json"
 PAGE = ROOT / "docs" / "benchmarks" / "attacks.md"
 SEEDS_A_LINE = 50  # of progress, about a minute

@@ -32,22 +32,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from circumstances import commit, machine, today
+
+from atoll.compression import parse
+from atoll.dht.testing import MemoryRoster
+from atoll.dht.testing.memory import FRAME_BYTES, MemoryNetwork, run_virtual
+from atoll.optim.log.entry import Entry, choose_electors
+from atoll.optim.reduction.cells import LENGTH
+from atoll.optim.state import layout as cuts
+from atoll.optim.state.layout import Layout
+from atoll.peer.rounds import messages as wire
+from support.swarm import Swarm, SwarmPeer, signed_epoch
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT / "tests"))
-
-from circumstances import commit, machine, today  # noqa: E402
-
-from atoll.compression import parse  # noqa: E402
-from atoll.dht.testing import MemoryRoster  # noqa: E402
-from atoll.dht.testing.memory import FRAME_BYTES, MemoryNetwork, run_virtual  # noqa: E402
-from atoll.optim.log.entry import Entry, choose_electors  # noqa: E402
-from atoll.optim.reduction.cells import LENGTH  # noqa: E402
-from atoll.optim.state import layout as cuts  # noqa: E402
-from atoll.optim.state.layout import Layout  # noqa: E402
-from atoll.peer.rounds import messages as wire  # noqa: E402
-from support.swarm import Swarm, SwarmPeer, signed_epoch  # noqa: E402
-
 SAVED = ROOT / "docs" / "benchmarks" / "scale.json"
 PAGE = ROOT / "docs" / "benchmarks" / "scale.md"
 MARKS = ("<!-- rows of scale.json -->", "<!-- end of rows -->")

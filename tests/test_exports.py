@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+import atoll.optim
+
 ROOT = Path(__file__).parents[1]
 # `peer` is a folder of rooms; codecs use kernels by module, and users use codecs.
 WITHOUT = {"atoll.peer", "atoll.compression.kernels"}
@@ -42,3 +44,18 @@ def test_packages_of_peers_load_nothing_heavy_by_themselves():
         [sys.executable, "-c", program], capture_output=True, text=True, check=True
     )
     assert out.stdout.strip() == "[]"
+
+
+def test_optim_exports_all_that_it_imports():
+    public = {
+        name
+        for name, value in vars(atoll.optim).items()
+        if not name.startswith("_") and getattr(value, "__module__", "").startswith("atoll.")
+    }
+    assert sorted(public | {"CELL"}) == sorted(atoll.optim.__all__)
+
+
+def test_exports_of_optim_are_sorted_and_documented():
+    names = atoll.optim.__all__
+    assert names == sorted(names, key=lambda name: (not name.isupper(), name.islower(), name))
+    assert all(getattr(atoll.optim, name).__doc__ for name in names if name != "CELL")

@@ -21,6 +21,7 @@ from atoll.dht.roster import (
     open_record,
     sign_record,
 )
+from atoll.dht.tasks import end
 from atoll.dht.testing import MemoryBoard, run_virtual
 from atoll.dht.transport import Refused
 
@@ -246,8 +247,7 @@ def test_a_search_that_takes_too_long_runs_to_its_own_end(fails, caplog):
             await ours.peers()
         reading = asyncio.create_task(ours.peers())
         await asyncio.sleep(0)
-        reading.cancel()
-        await asyncio.gather(reading, return_exceptions=True)
+        await end(reading)
         assert not ended
         answered.set()
         await asyncio.sleep(1)

@@ -6,6 +6,7 @@ import re
 import pytest
 
 from atoll.dht import upnp
+from atoll.dht.tasks import end
 from atoll.dht.upnp import (
     MAX_ANSWER_BYTES,
     MAX_DOCUMENT_BYTES,
@@ -127,8 +128,7 @@ def test_a_lease_is_renewed_in_time(monkeypatch):
         async with asyncio.timeout(5):
             while not router.mapped:
                 await asyncio.sleep(0)
-        keeping.cancel()
-        await asyncio.wait([keeping])
+        await end(keeping)
         await forwarding.close()
 
     with_router(test)

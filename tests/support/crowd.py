@@ -28,6 +28,7 @@ from atoll.peer.gossip.context import GossipContext
 from atoll.peer.gossip.engine import Gossip, GossipSettled
 from atoll.peer.gossip.meeting import GossipWindow
 from atoll.peer.rounds.context import RoundSettings
+from support.swarm import bury
 
 RUN_ID = b"g" * 32
 LAYOUT = Layout(names=("a", "b"), shapes=((CELL + 2_000,), (3_000,)))
@@ -246,13 +247,7 @@ class Crowd:
             if peer.transport.alive:
                 self.network.thaw(peer.peer_id)
                 await peer.stop()
-        for _ in range(200):
-            left = asyncio.all_tasks() - {asyncio.current_task()}
-            if not left:
-                return
-            for task in left:
-                task.cancel()
-            await asyncio.sleep(0)
+        await bury()
 
 
 def in_crowd(use: Callable[[Crowd], Any], **options: Any) -> None:

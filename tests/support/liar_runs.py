@@ -6,6 +6,7 @@ import asyncio
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from atoll.dht.tasks import end
 from atoll.optim.log.entry import Trust
 from support.liars import Liar
 from support.swarm import SETTINGS, SMALL, Swarm, SwarmPeer, run_swarm
@@ -78,11 +79,10 @@ async def _lie(swarm: Swarm, told: LiarRun) -> None:
         told.longest_s = max(told.longest_s, now_s - since_s)
         if _least(honest) > at:
             at, since_s = _least(honest), now_s
+    await end(*tasks, expected=(Exception,))
     for task in tasks:
-        task.cancel()
-    for ended in await asyncio.gather(*tasks, return_exceptions=True):
-        if not isinstance(ended, asyncio.CancelledError):
-            told.faults.append(f"the liar failed: {ended!r}")
+        if not task.cancelled():
+            told.faults.append(f"the liar failed: {task.exception()!r}")
     told.lies, told.seconds, told.positions = liar.lies, swarm.now() - began_s, at - began_at
     _judge(honest, told)
 

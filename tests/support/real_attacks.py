@@ -1,8 +1,8 @@
 """Attackers in a process of their own, for `scripts/bench attacks --real`.
 
-    real_attacks.py member p3|p5 SWITCH [arguments of `atoll`]
+    python -m support.real_attacks member p3|p5 SWITCH [arguments of `atoll`]
         A peer with our code that lies while the file SWITCH exists.
-    real_attacks.py stranger d1|d2|d4 RUN_ID ADDRESS [ADDRESS ...]
+    python -m support.real_attacks stranger d1|d2|d4 RUN_ID ADDRESS [ADDRESS ...]
         Attacks nodes, until it is ended; prints what it met as a line of JSON now and then.
 
 ADDRESS is a multiaddr of a node with its PeerID. RUN_ID is in hex.
@@ -18,8 +18,6 @@ from pathlib import Path
 
 import msgpack
 import pytest
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from atoll.dht.bindings import DHTID, P2P, DHTNode, DHTProtocol, PeerID, dht_pb2
 from atoll.dht.identity import Identity

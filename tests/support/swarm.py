@@ -439,7 +439,7 @@ class Swarm:
             if peer.transport.alive:
                 self.network.thaw(peer.identity.peer_id)
                 await peer.stop()
-        await _bury()
+        await bury()
 
 
 def run_swarm(folder: Path, scenario: Callable[[Swarm], Awaitable[T]], **options: Any) -> T:
@@ -494,7 +494,7 @@ def reached(peers: Iterable[SwarmPeer], position: int) -> bool:
     return all(peer.replica.position >= position for peer in peers)
 
 
-async def _bury() -> None:
+async def bury() -> None:
     """End what killed peers left: their operations never return, whatever is awaited in them."""
     for _ in range(200):
         left = asyncio.all_tasks() - {asyncio.current_task()}

@@ -1,4 +1,4 @@
-"""Coordinators, peers and reducers for the tests here; all end with the test."""
+"""Peers and reducers for the tests here; all end with the test."""
 
 import contextlib
 import threading
@@ -6,21 +6,13 @@ from dataclasses import dataclass
 
 import pytest
 
-from atoll.coordinator.run.spec import RunSpec
 from atoll.peer.daemon.network import open_reducer
 from atoll.peer.daemon.options import PeerOptions
 from atoll.peer.daemon.peer import Peer
 from atoll.peer.daemon.process import RunOptions, Stop, join_and_train
 from atoll.peer.daemon.reducer import RunReducer
-from support import organiser as helpers
-from support.organiser import LOOPBACK, Organiser
+from support.organiser import LOOPBACK
 from support.reducer_bench import Bench
-
-
-@pytest.fixture
-def kit():
-    """The helpers of `support.organiser`."""
-    return helpers
 
 
 @pytest.fixture
@@ -35,20 +27,6 @@ def bench(tmp_path):
     yield make
     for each in made:
         each.close()
-
-
-@pytest.fixture
-def organise(tmp_path):
-    """Starts coordinators; all are stopped when the test ends."""
-    with contextlib.ExitStack() as stack:
-
-        def start(spec: RunSpec) -> Organiser:
-            organiser = Organiser(spec, tmp_path / "coordinator")
-            stack.callback(organiser.stop)
-            organiser.start()
-            return organiser
-
-        yield start
 
 
 @dataclass

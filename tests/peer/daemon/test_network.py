@@ -1,12 +1,11 @@
 """The networked reducer in loops of people's own: `connect`, `DiLoCo`, `close`."""
 
 import dataclasses
-import runpy
 import socket
 import threading
 from contextlib import closing
-from pathlib import Path
 
+import example_diloco
 import pytest
 import torch
 
@@ -17,7 +16,6 @@ from atoll.optim.state.layout import Layout, LayoutError
 from atoll.peer.daemon.membership import StateDirectoryInUse
 from atoll.peer.daemon.network import connect
 
-SCRIPTS = Path(__file__).parents[3] / "scripts"
 LOOPBACK = ("/ip4/127.0.0.1/tcp/0",)
 ROUNDS = 4
 
@@ -35,9 +33,8 @@ def some_invite():
 
 
 @pytest.fixture
-def organiser(organise, kit, monkeypatch, request):
+def organiser(organise, kit, request):
     method = getattr(request, "param", "diloco")
-    monkeypatch.syspath_prepend(SCRIPTS)
     model = {"custom": "example_diloco:build", "overrides": {}}
     spec = kit.tiny_spec(
         run={"rounds": ROUNDS},
@@ -58,7 +55,7 @@ class Loop(threading.Thread):
         self.start()
 
     def run(self):
-        train = runpy.run_path(str(SCRIPTS / "example_diloco.py"))["train"]
+        train = example_diloco.train
         with closing(
             connect(
                 self.invite, state_dir=self.state_dir, name=self.state_dir.name, listen=LOOPBACK
@@ -180,7 +177,7 @@ def test_what_is_no_invite_is_refused(tmp_path):
 
 def test_the_parameters_come_from_the_run(organiser, kit, tmp_path):
     with closing(connect(str(organiser.invite), state_dir=tmp_path, listen=LOOPBACK)) as reducer:
-        layout = Layout.of(runpy.run_path(str(SCRIPTS / "example_diloco.py"))["ByteModel"]())
+        layout = Layout.of(example_diloco.ByteModel())
         synced_N = reducer.start(layout, torch.zeros(layout.numel), lambda commit: None)
         assert torch.equal(synced_N, kit.first_state(organiser.spec).params_N)
 

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from atoll.coordinator.run.status import RoundReport
+from atoll.dht.tasks import end
 from atoll.dht.testing.memory import run_virtual
 from atoll.peer.daemon.options import LinkRates
 from atoll.peer.daemon.reducer import TrainerView
@@ -24,8 +25,7 @@ def with_reporter(tmp_path, use, *, position=0, joined=True, view=VIEW, trains=T
             peers = await swarm.start(2)
             await swarm.until(lambda: all(p.replica.position >= position for p in peers))
             for peer in peers:
-                for task in peer.tasks:
-                    task.cancel()
+                await end(*peer.tasks)
             peer = peers[0] if joined else swarm.add()
             env = environment(peer.ctx.me, rates=LinkRates(uplink_mbit_s=50.0))
             reporter = Reporter(

@@ -9,6 +9,7 @@ import pytest
 from atoll.coordinator.rpc.client import Beat, Published
 from atoll.coordinator.rpc.client_errors import CoordinatorUnreachable, NotWelcome
 from atoll.coordinator.run.status import PeerStatus
+from atoll.dht.tasks import end
 from atoll.dht.testing.memory import run_virtual
 from atoll.optim.log.store import StoreHead
 from atoll.peer.daemon.log_run import Publisher
@@ -102,8 +103,7 @@ def with_peer(tmp_path, use, *, position=0, body_budget_bytes=None):
             peers = await swarm.start(2)
             await swarm.until(lambda: all(p.replica.position >= position for p in peers))
             for peer in peers:  # nothing is decided while the test looks
-                for task in peer.tasks:
-                    task.cancel()
+                await end(*peer.tasks)
             await use(Peer(peers[0]))
         finally:
             await swarm.stop()
@@ -189,7 +189,7 @@ def test_a_coordinator_that_is_away_is_said_once_and_asked_ever_less(tmp_path):
             "info: in touch with the coordinator again",
         ]
         assert len(peer.client.beats) >= 4  # back to one a second
-        keeping.cancel()
+        await end(keeping)
 
     with_peer(tmp_path, use)
 
@@ -202,7 +202,7 @@ def test_a_coordinator_that_has_forgotten_us_is_joined_again(tmp_path):
         assert (peer.client.joins, len(peer.joined), len(peer.client.beats)) == (1, 1, 1)
         assert peer.node.transport.admission == b"new"
         assert peer.heartbeats.in_touch
-        keeping.cancel()
+        await end(keeping)
 
     with_peer(tmp_path, use)
 

@@ -1,6 +1,6 @@
 """The rest of the faults that a round survives; kills, freezes and cuts are in ``test_strikes.py``.
 
-What comes in from strangers is in ``test_hostile.py``, lost and rewound histories in
+What comes in from strangers is in ``test_engine_hostile.py``, lost and rewound histories in
 ``test_swarm.py``.
 """
 

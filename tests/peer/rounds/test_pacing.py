@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from atoll.dht.tasks import end
 from atoll.dht.testing.virtualtime import run_virtual as run
 from atoll.peer.rounds.pacing import (
     BURST_S,
@@ -409,7 +410,7 @@ async def carried_mbit_s(link, capacity_mbit_s, round_trip_s, *, seconds):
     watch, sending = link.watch(counters), asyncio.create_task(send())
     await asyncio.sleep(seconds)
     watch.close()
-    sending.cancel()
+    await end(sending)
     return delivered[0] * 8e-6 / seconds
 
 

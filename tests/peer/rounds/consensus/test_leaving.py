@@ -7,6 +7,7 @@ from contextlib import suppress
 import pytest
 
 from atoll.coordinator import policies
+from atoll.dht.tasks import end
 from atoll.dht.testing.memory import run_virtual
 from atoll.peer.daemon.log_run import LAST_VOTE_S
 from atoll.peer.rounds.consensus.round import leader_of
@@ -73,9 +74,7 @@ class Office:
         with suppress(TimeoutError):
             async with asyncio.timeout(LAST_VOTE_S):
                 await peer.rounds.retire()
-        for task in peer.tasks:
-            task.cancel()
-        await asyncio.gather(*peer.tasks, return_exceptions=True)
+        await end(*peer.tasks)
         if peer.rounds.retired:
             me, replica = peer.ctx.me, peer.replica
             self.gone[me.peer_id, me.incarnation] = replica.epoch, replica.position
@@ -165,9 +164,7 @@ def run_departure(folder, peers, message, num_leaving):
         await swarm.until(lambda: passed(office.staying, at + 2))
         await swarm.until(lambda: settled_down(office.staying))
         strike.disarm()
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await end(*tasks)
         office.close()
         assert swarm.same_bits(office.staying)
         for peer in office.staying:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-SCRIPT = Path(__file__).parents[3] / "scripts" / "example_fsdp2.py"
+SCRIPT = Path(__file__).parents[2] / "scripts" / "example_fsdp2.py"
 
 pytestmark = pytest.mark.slow
 

@@ -1,25 +1,11 @@
 """The rows of `scripts/bench_attacks.py`: which targets an attack misses, and what is measured."""
 
-import importlib.util
-import sys
-from pathlib import Path
-
+import attacks_real as real
+import attacks_rows as rows
 import pytest
+from attacks_rows import Phase, Progress, missed, table
 
 from atoll.coordinator.run.status import RoundSummary
-
-SCRIPTS = Path(__file__).parents[1] / "scripts"
-
-
-def load(name):
-    spec = importlib.util.spec_from_file_location(name, SCRIPTS / f"{name}.py")
-    module = sys.modules[name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-rows, real = load("attacks_rows"), load("attacks_real")  # in this order: one imports the other
-Phase, Progress, missed, table = rows.Phase, rows.Progress, rows.missed, rows.table
 
 
 def row(*, stranger=False, before=12.0, during=12.0, longest_s=5.0, memory_mb=0.0):

@@ -1,17 +1,11 @@
 """The results of `scripts/bench_nat.py`: targets, what is kept over an interruption, the page."""
 
 import json
-import sys
 from dataclasses import asdict
 from itertools import pairwise
-from pathlib import Path
 
+import bench_nat
 import pytest
-
-SCRIPTS = Path(__file__).parents[1] / "scripts"
-pytestmark = pytest.mark.skipif(not SCRIPTS.is_dir(), reason="needs a checkout")
-sys.path.insert(0, str(SCRIPTS))  # as `scripts/bench_nat.py` itself starts
-bench_nat = pytest.importorskip("bench_nat")
 
 
 def row(case="open", **changes):

@@ -1,16 +1,12 @@
 """scripts/mutants.py on a tree of one module; and the product's own list is up to date."""
 
-import importlib.util
 import json
 from pathlib import Path
 
+import mutants
 import pytest
 
-ROOT = Path(__file__).parents[1]
-
-spec = importlib.util.spec_from_file_location("mutants", ROOT / "scripts" / "mutants.py")
-mutants = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(mutants)
+ROOT = Path(__file__).parents[2]
 
 MODULE = """\
 def largest(values):

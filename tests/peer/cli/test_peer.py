@@ -1,5 +1,7 @@
 """`atoll peer` as its owner sees it: what it prints, and its exit code."""
 
+import dataclasses
+import logging
 import os
 import re
 import shutil
@@ -10,17 +12,15 @@ import time
 import types
 
 import pytest
+import torch
 
-from atoll.coordinator.run.invite import Invite
 from atoll.peer.cli import main as cli
 from atoll.peer.cli.peer import _as_text as as_text
 from atoll.peer.daemon.membership import StateDirectory
 from atoll.peer.daemon.process import PeerEvent
 from atoll.peer.paths import PeerPaths
-
-NOBODY = Invite(
-    addresses=("127.0.0.1:9",), run_id=b"\x01" * 32, run_key=bytes(32), tls_sha256=bytes(32)
-)
+from support.commands import INVITE, contents, refused
+from support.environment import NOBODY
 
 
 @pytest.fixture
@@ -46,10 +46,6 @@ def peer(capsys, paths):
     return run
 
 
-def contents(folder):
-    return {path.name: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-
-
 @pytest.mark.parametrize(
     ("stored", "expected"),
     [
@@ -64,7 +60,7 @@ def test_a_state_directory_of_something_else_is_refused(peer, paths, stored, exp
     assert (result.code, result.out) == (2, "")
     assert expected in result.err
     assert "another directory with --state-dir" in result.err
-    assert contents(paths.root) == {"run.json": stored.encode()}
+    assert contents(paths.root) == {paths.run: stored.encode()}
 
 
 def test_a_state_directory_in_use_is_refused(peer, paths):
@@ -73,7 +69,7 @@ def test_a_state_directory_in_use_is_refused(peer, paths):
     directory.close()
     assert (result.code, result.out) == (2, "")
     assert "another peer is running on this state directory" in result.err
-    assert contents(paths.root) == {"lock": b""}
+    assert contents(paths.root) == {paths.root / "lock": b""}
 
 
 def test_a_state_directory_that_cannot_be_is_refused(peer, paths):
@@ -191,3 +187,33 @@ def test_peers_are_told_apart_by_the_ends_of_their_names(capsys):
     said = capsys.readouterr().err.partition("  ")[2]
     expected = "round 3: b73JqV cannot be reached: failed to dial b73JqV: all dials failed"
     assert said == f"warning  {expected}\n"
+
+
+def test_an_address_to_announce_needs_a_port(atoll):
+    for address in ("/ip4/203.0.113.7", "/ip4/203.0.113.7/tcp/0"):
+        assert "with a port" in refused(atoll("peer", "INVITE", "--announce", address))
+
+
+def test_a_peer_that_cannot_write_its_log_leaves_the_terminal_alone(atoll, monkeypatch, capsys):
+    monkeypatch.setattr(logging, "raiseExceptions", True)
+    refused(atoll("peer", "hello"))
+    full = logging.StreamHandler(types.SimpleNamespace(write=None))
+    full.emit(logging.makeLogRecord({"msg": "lost"}))
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("change", [{"token": b"guessed"}, {"run_id": bytes(32)}])
+def test_a_peer_with_an_invite_of_another_run_is_refused(atoll, invite, change):
+    refused(atoll("peer", dataclasses.replace(invite, **change)))
+
+
+def test_a_peer_without_its_data_is_refused_before_it_joins(atoll, tmp_path):
+    result = atoll("peer", INVITE, "--state-dir", "state", "--data", "no-such-folder")
+    assert "--data 'no-such-folder' does not exist" in refused(result)
+    assert not (tmp_path / "state").exists()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has what the test lacks")
+def test_a_peer_without_the_device_it_asks_for_is_refused(atoll, invite, tmp_path):
+    assert "cuda" in refused(atoll("peer", invite, "--state-dir", "state", "--device", "cuda"))
+    assert not (tmp_path / "state").exists()

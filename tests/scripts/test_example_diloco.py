@@ -1,15 +1,11 @@
-import runpy
-from pathlib import Path
-
+import example_diloco
 import torch
-
-SCRIPT = Path(__file__).parents[2] / "scripts" / "example_diloco.py"
 
 
 def test_example_trains_two_workers_to_one_state(capsys):
     threads = torch.get_num_threads()
     try:
-        runpy.run_path(str(SCRIPT))["in_process"](workers=2, steps=20)
+        example_diloco.in_process(workers=2, steps=20)
     finally:
         torch.set_num_threads(threads)
     lines = capsys.readouterr().out.splitlines()

@@ -1,0 +1,153 @@
+"""`atoll coordinator`: what is wrong costs one message, and nothing is overwritten."""
+
+import contextlib
+import functools
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import pytest
+
+from atoll.coordinator.run.spec import RunSpec, template
+from support.commands import contents, refused
+
+TINY = {"dim": 32, "num_layers": 1, "num_heads": 2, "ffn_dim": 64}
+
+
+@pytest.fixture
+def spec_file(tmp_path):
+    """Writes a RUN.toml of a tiny run with some sections changed."""
+
+    return functools.partial(write_spec, tmp_path / "RUN.toml")
+
+
+@pytest.fixture
+def taken_port():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield f"127.0.0.1:{server.getsockname()[1]}"
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("[outer]\ninner_steps = 'ten'", "line 2: outer.inner_steps"),
+        ("[outer]\ninner_step = 10", "did you mean 'inner_steps'"),
+        ("[compression]\ncodec = 'int9'", "compression.codec"),
+        ("[outer", "not valid TOML"),
+        ("[run]\nname = 'a/b'\n[data]\nseq_len = 0", "2 problems"),
+    ],
+)
+def test_a_wrong_run_file_is_refused(atoll, tmp_path, text, expected):
+    (tmp_path / "RUN.toml").write_text(text)
+    assert expected in refused(atoll("coordinator", "RUN.toml", "--state-dir", "state"))
+    assert not (tmp_path / "state").exists()
+
+
+def test_a_missing_run_file_is_refused(atoll):
+    assert "atoll init" in refused(atoll("coordinator", "RUN.toml"))
+
+
+@pytest.mark.parametrize("option", ["--listen", "--dht-listen", "--metrics-listen"])
+def test_an_address_that_is_none_is_refused(atoll, spec_file, option):
+    assert "host:port" in refused(atoll("coordinator", spec_file(), option, "7700"))
+
+
+@pytest.mark.parametrize("option", ["--listen", "--dht-listen", "--metrics-listen"])
+def test_a_port_in_use_is_refused(atoll, spec_file, taken_port, option):
+    result = atoll("coordinator", spec_file(), "--state-dir", "state", option, taken_port)
+    assert "in use" in refused(result)
+
+
+def test_a_model_that_is_none_leaves_no_state_directory(atoll, spec_file, tmp_path):
+    spec = spec_file(model={"preset": "gigantic", "overrides": {}})
+    assert "gigantic" in refused(atoll("coordinator", spec, "--state-dir", "state"))
+    assert not (tmp_path / "state").exists()
+
+
+def test_a_missing_tokenizer_is_refused(atoll, spec_file, tmp_path):
+    spec = spec_file(data={"tokenizer": "no-such.json"})
+    refused(atoll("coordinator", spec, "--state-dir", "state"))
+    assert not (tmp_path / "state").exists()
+
+
+def test_a_state_directory_of_something_else_is_refused(atoll, spec_file, tmp_path):
+    state = tmp_path / "state"
+    state.mkdir()
+    (state / "thesis.tex").write_text("mine")
+    assert "thesis.tex" in refused(atoll("coordinator", spec_file(), "--state-dir", state))
+    assert contents(state) == {state / "thesis.tex": b"mine"}
+
+
+def test_a_state_directory_of_another_run_is_refused(atoll, spec_file, taken_port, tmp_path):
+    state = tmp_path / "state"
+    # The first run gets as far as its port, which leaves a state directory of its own.
+    refused(atoll("coordinator", spec_file(), "--state-dir", state, "--listen", taken_port))
+    (state / "epoch.signed").write_text("0\n")  # as if peers had begun it
+    before = contents(state)
+    assert before
+    other = spec_file(outer={"inner_steps": 7})
+    assert "outer.inner_steps: 30 != 7" in refused(
+        atoll("coordinator", other, "--state-dir", state)
+    )
+    assert contents(state) == before
+
+
+def test_an_invite_file_with_something_else_is_refused(atoll, spec_file, tmp_path):
+    (tmp_path / "notes.txt").write_text("mine")
+    result = atoll("coordinator", spec_file(), "--invite-file", "notes.txt")
+    assert "notes.txt" in refused(result)
+    assert (tmp_path / "notes.txt").read_text() == "mine"
+
+
+def test_an_invite_file_that_cannot_be_written_is_refused(atoll, spec_file, state_home):
+    result = atoll("coordinator", spec_file(), "--invite-file", "nowhere/invite")
+    assert "nowhere/invite: the folder does not exist" in refused(result)
+    assert not state_home.exists()
+
+
+@contextlib.contextmanager
+def coordinator(folder, *arguments):
+    """A coordinator of the folder's RUN.toml, ready: its invite stands in the file `invite`."""
+    invite = folder / "invite"
+    invite.unlink(missing_ok=True)
+    command = [sys.executable, "-m", "atoll.peer.cli.main", "coordinator", str(folder / "RUN.toml")]
+    command += ["--state-dir", str(folder / "state"), "--invite-file", str(invite), *arguments]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True) as process:
+        try:
+            deadline = time.monotonic() + 60
+            while not invite.exists():
+                assert process.poll() is None, process.stderr.read()
+                assert time.monotonic() < deadline
+                time.sleep(0.1)
+            yield process
+        finally:
+            process.kill()
+
+
+def write_spec(path, **sections):
+    values = {
+        "model": {"overrides": TINY},
+        "coordinator": {"listen": "127.0.0.1:0", "dht_listen": "127.0.0.1:0"},
+    }
+    for name, section in sections.items():
+        values[name] = values.get(name, {}) | section
+    path.write_text(template(RunSpec.from_dict(values)), encoding="utf-8")
+    return path
+
+
+@pytest.mark.slow
+def test_a_coordinator_that_starts_again_is_the_same(tmp_path):
+    write_spec(tmp_path / "RUN.toml")
+    invites = []
+    for number in (signal.SIGTERM, signal.SIGINT):
+        with coordinator(tmp_path) as process:
+            process.send_signal(number)
+            out, err = process.communicate(timeout=30)
+        assert process.returncode == (130 if number == signal.SIGINT else 0), err
+        assert "Traceback" not in err
+        assert (tmp_path / "invite").read_text() == out
+        invites.append(out)
+    assert invites[0] == invites[1]

@@ -1,34 +1,49 @@
+import contextlib
+import io
 import os
-import subprocess
+import socket
 import sys
-from pathlib import Path
+from unittest.mock import patch
 
+import example_fsdp2
 import pytest
 
-SCRIPT = Path(__file__).parents[2] / "scripts" / "example_fsdp2.py"
+from support.ranks import at_once
 
 pytestmark = pytest.mark.slow
 
 
-def example(ranks, *arguments):
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks)]
-    command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", str(SCRIPT)]
-    done = subprocess.run(
-        [*command, *arguments],
-        env=os.environ | {"GLOO_SOCKET_IFNAME": "lo"},
-        capture_output=True,
-        text=True,
-        timeout=110,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    lines = [line.split() for line in done.stdout.splitlines() if line.startswith("round")]
-    return [(int(number), float(loss)) for _, number, _, loss in lines]
+def example(rank, world, port, arguments, output):
+    """Run the script in a process with the environment that torchrun gives it."""
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    with (
+        patch.object(sys, "argv", ["example_fsdp2.py", *arguments]),
+        contextlib.redirect_stdout(io.StringIO()) as printed,
+    ):
+        example_fsdp2.main()
+    if rank == 0:
+        output.write_text(printed.getvalue())
+
+
+def free_port():
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return found.getsockname()[1]
+
+
+def losses(world, folder, *arguments):
+    """Run the script on so many ranks; return the loss that it printed of each round."""
+    output, port = folder / "printed", free_port()
+    arguments = (*arguments, "--state", str(folder / "state.pt"))
+    at_once([(example, (rank, world, port, arguments, output)) for rank in range(world)])
+    lines = [line.split() for line in output.read_text().splitlines() if line.startswith("round")]
+    return {int(number): float(loss) for _, number, _, loss in lines}
 
 
 def test_a_loop_with_a_scaler_resumes_on_other_numbers_of_ranks(tmp_path):
-    state = ["--state", str(tmp_path / "state.pt")]
-    first = example(2, "--rounds", "3", "--scaler", *state)
-    assert [number for number, _ in first] == [1, 2, 3]
-    then = example(3, "--rounds", "4", *state)
-    assert [number for number, _ in then] == [4]
-    assert then[0][1] < first[-1][1] < first[0][1] < 6
+    first = losses(2, tmp_path, "--rounds", "3", "--scaler")
+    assert list(first) == [1, 2, 3]
+    then = losses(3, tmp_path, "--rounds", "4")
+    assert list(then) == [4]
+    assert then[4] < first[3] < first[1] < 6

@@ -3,7 +3,7 @@
 import multiprocessing
 import os
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
 
@@ -23,25 +23,39 @@ def on_ranks(
     folder: Path,
     dying: tuple[int, ...] = (),
 ) -> None:
-    """Call `function(*args)` on each rank, and wait for all but those that are to die.
+    """Call `function(*args)` on each rank of a group, and wait for all but those that are to die.
 
     Raises:
         AssertionError: with the traceback of the first rank that failed.
     """
+    store = folder / "rendezvous"
+    store.unlink(missing_ok=True)
+    calls = [(_in_group, (rank, world, store, function, args)) for rank in range(world)]
+    at_once(calls, num_dying=len(dying))
+
+
+Call = tuple[Callable[..., object], tuple[object, ...]]
+
+
+def at_once(calls: Sequence[Call], *, num_dying: int = 0) -> None:
+    """Make each call in a process of its own, and wait for all but those that are to die.
+
+    The processes are forks of one that has imported torch.
+
+    Raises:
+        AssertionError: with the traceback of the first call that failed.
+    """
     results = _context.Queue()
     processes = [
-        _context.Process(
-            target=_call, args=(rank, world, folder / "rendezvous", results, function, args)
-        )
-        for rank in range(world)
+        _context.Process(target=_call, args=(number, results, *call))
+        for number, call in enumerate(calls)
     ]
-    (folder / "rendezvous").unlink(missing_ok=True)
     for process in processes:
         process.start()
     try:
-        for _ in range(world - len(dying)):
-            rank, error = results.get(timeout=TIMEOUT_S)
-            assert error is None, f"rank {rank}: {error}"
+        for _ in range(len(calls) - num_dying):
+            number, error = results.get(timeout=TIMEOUT_S)
+            assert error is None, f"rank {number}: {error}"
     finally:
         for process in processes:
             process.join(5)
@@ -51,9 +65,7 @@ def on_ranks(
 
 
 def _call(
-    rank: int,
-    world: int,
-    store: Path,
+    number: int,
     results: "multiprocessing.Queue[tuple[int, str | None]]",
     function: Callable[..., object],
     args: tuple[object, ...],
@@ -61,17 +73,27 @@ def _call(
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
     try:
-        distributed.init_process_group(
-            "gloo",
-            init_method=f"file://{store}",
-            rank=rank,
-            world_size=world,
-            timeout=timedelta(seconds=60),
-        )
         function(*args)
-        results.put((rank, None))
+        results.put((number, None))
     except BaseException:
-        results.put((rank, traceback.format_exc()))
+        results.put((number, traceback.format_exc()))
     finally:
         if distributed.is_initialized():
             distributed.destroy_process_group()
+
+
+def _in_group(
+    rank: int,
+    world: int,
+    store: Path,
+    function: Callable[..., object],
+    args: tuple[object, ...],
+) -> None:
+    distributed.init_process_group(
+        "gloo",
+        init_method=f"file://{store}",
+        rank=rank,
+        world_size=world,
+        timeout=timedelta(seconds=60),
+    )
+    function(*args)

@@ -150,13 +150,27 @@ class LibP2PStream(StreamEnd):
             await self.close()
             raise
 
+    async def send(self, data: bytes | bytearray | memoryview, *, timeout_s: float) -> None:
+        """Send one message."""
+        if self.connection.is_full:
+            return await super().send(data, timeout_s=timeout_s)
+        # No timer for what needs no wait: it costs as much as a message.
+        checked_size("a message", len(data), self.max_message_bytes)
+        self._check_sendable()
+        self._put(Mark.DATA, data)
+        if self.connection.is_full:
+            await self._within(self._room(), timeout_s, "send")
+
     # The carrier
 
     async def _write(self, mark: Mark, data: bytes | bytearray | memoryview) -> None:
         await self._room()
+        self._put(mark, data)
+        await self._room()
+
+    def _put(self, mark: Mark, data: bytes | bytearray | memoryview) -> None:
         self.connection.write(mark, data)
         self._count_sent(len(data))
-        await self._room()
 
     async def _room(self) -> None:
         while self.connection.is_full:

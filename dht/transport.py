@@ -364,24 +364,26 @@ class FrameReader:
         self._scratch = bytearray(SCRATCH_BYTES)
         self._header = bytearray()
         self._mark = Mark.OPEN
-        self._payload: bytearray | None = None
-        """the first bytes of the payload; as long as the memory that it has so far"""
+        self._pieces: list[bytearray] = []
+        """memory of the payload so far; all but the last are full"""
+        self._filled = 0
+        """bytes of the last piece that have arrived"""
+        self._claimed = 0
+        """bytes of all pieces"""
         self._length = 0
         """bytes of the payload once it is complete"""
-        self._filled = 0
         self.is_stopped = False
         """True once further input is unwanted."""
 
     def get_buffer(self) -> memoryview:
         """Return where the next bytes go: a long payload's own memory, or the scratch."""
-        if self._payload is not None and len(self._payload) - self._filled > SCRATCH_BYTES:
-            return memoryview(self._payload)[self._filled :]
+        if self._room() > SCRATCH_BYTES:
+            return memoryview(self._pieces[-1])[self._filled :]
         return memoryview(self._scratch)
 
     def updated(self, num_bytes: int) -> None:
         """Take `num_bytes` from the last buffer. Raises FrameError."""
-        payload = self._payload
-        if payload is not None and len(payload) - self._filled > SCRATCH_BYTES:
+        if self._room() > SCRATCH_BYTES:
             self._filled += num_bytes  # asyncio has read into the payload itself: no copy
             self._grow_or_finish()
         else:
@@ -389,16 +391,17 @@ class FrameReader:
 
     def drop(self) -> None:
         """Forget a frame that will never be complete."""
-        if self._payload is not None:
-            self._sink.release(len(self._payload))
-            self._payload = None
+        if self._pieces:
+            self._sink.release(self._claimed)
+            self._pieces = []
+
+    def _room(self) -> int:
+        return len(self._pieces[-1]) - self._filled if self._pieces else 0
 
     def feed(self, data: memoryview) -> None:
         """Take bytes from anywhere. Raises FrameError."""
         while data and not self.is_stopped:
-            data = (
-                self._feed_payload(data) if self._payload is not None else self._feed_header(data)
-            )
+            data = self._feed_payload(data) if self._pieces else self._feed_header(data)
 
     def _feed_header(self, data: memoryview) -> memoryview:
         missing = HEADER_BYTES - len(self._header)
@@ -416,33 +419,32 @@ class FrameReader:
         limit = self._sink.max_payload(self._mark)
         if length > limit:
             raise FrameError(f"{self._mark.name} of {length} bytes, at most {limit} are allowed")
-        first = min(length, FIRST_BYTES)
-        self._sink.claim(first)
-        self._payload, self._length, self._filled = bytearray(first), length, 0
+        self._claimed, self._length = 0, length
+        self._add_piece(min(length, FIRST_BYTES))
         self._grow_or_finish()
+
+    def _add_piece(self, num_bytes: int) -> None:
+        self._sink.claim(num_bytes)
+        self._pieces.append(bytearray(num_bytes))
+        self._filled = 0
+        self._claimed += num_bytes
 
     def _feed_payload(self, data: memoryview) -> memoryview:
-        assert self._payload is not None
-        piece = data[: len(self._payload) - self._filled]
-        self._payload[self._filled : self._filled + len(piece)] = piece
-        self._filled += len(piece)
+        taken = data[: self._room()]
+        self._pieces[-1][self._filled : self._filled + len(taken)] = taken
+        self._filled += len(taken)
         self._grow_or_finish()
-        return data[len(piece) :]
+        return data[len(taken) :]
 
     def _grow_or_finish(self) -> None:
-        payload = self._payload
-        if payload is None or self._filled < len(payload):
+        if self._room():
             return
-        if self._filled == self._length:
-            self._payload = None
-            self._sink.release(len(payload))
-            self._sink.on_frame(self._mark, bytes(payload))
+        if self._claimed < self._length:  # as much again as has arrived
+            self._add_piece(min(self._length - self._claimed, self._claimed))
             return
-        longer = min(self._length, 2 * len(payload))
-        self._sink.claim(longer - len(payload))
-        # A new one: asyncio still has a view of the old one, which so cannot grow in place.
-        self._payload = bytearray(longer)
-        self._payload[: len(payload)] = payload
+        pieces, self._pieces = self._pieces, []
+        self._sink.release(self._claimed)
+        self._sink.on_frame(self._mark, b"".join(pieces))
 
 
 class Connection(asyncio.BufferedProtocol):
@@ -643,6 +645,8 @@ class StreamEnd(ABC):
 
     async def recv(self, *, timeout_s: float) -> bytes | None:
         """Return the next message, or None at the end."""
+        if self._inbox:  # no timer for what needs no wait: it costs as much as a message
+            return self._take()
         return await self._within(self._recv(), timeout_s, "recv")
 
     async def end(self, *, timeout_s: float) -> None:
@@ -693,6 +697,9 @@ class StreamEnd(ABC):
             if self._error:
                 raise self._error
             await self._change()
+        return self._take()
+
+    def _take(self) -> bytes:
         data = self._inbox.popleft()
         self._taken(len(data))
         return data

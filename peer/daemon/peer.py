@@ -12,12 +12,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, closing, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from atoll.coordinator.rpc.client import CoordinatorClient, Joined
 from atoll.coordinator.rpc.client_errors import CoordinatorError
@@ -428,14 +428,7 @@ async def _environment(
         tasks=tasks,
         report=announcer.report,
         on_phase=on_phase,
-        compute=_compute_in(threads),
+        compute=partial(asyncio.get_running_loop().run_in_executor, threads),
         ballots=ballots,
     )
     return env, joined
-
-
-def _compute_in(threads: ThreadPoolExecutor) -> Callable[..., Any]:
-    async def compute(function: Callable[..., Any], /, *arguments: Any) -> Any:  # noqa: ANN401
-        return await asyncio.get_running_loop().run_in_executor(threads, function, *arguments)
-
-    return compute

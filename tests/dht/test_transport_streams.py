@@ -229,7 +229,7 @@ def test_a_stranger_gets_no_memory_before_admission():
         reader = s.connection._reader
         opening = frame(Mark.OPEN, encode_open(is_call=True, method="m", admission=b"forged"))
         push(reader, opening + bytes([Mark.DATA]) + (3 << 20).to_bytes(4) + bytes(100))
-        assert reader._payload is None
+        assert not reader._pieces
         assert not s.opened.done()
 
     in_loop(check)

@@ -776,7 +776,10 @@ class Replica(ReplicaView):
                 raise
             # A quorum decoded it, so the fault is here.
             why = f"entry {entry.position}: {error}; checkpoints stop here"
-            return self._newest_snapshot() if state.gives_params else state, why
+            whole = self._newest_snapshot() if state.gives_params else state
+            if whole is None:
+                raise
+            return whole, why
 
     def _store(self, claim: Claim, body: Bytes, at: ReplicaStanding) -> None:
         entry = claim.entry

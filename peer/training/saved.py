@@ -78,14 +78,14 @@ class Begun:
     """the name to come"""
     partial: Path
     metadata: Mapping[str, str]
-    tensors: Mapping[str, _Place]
+    tensors: Mapping[str, _InFile]
     """by name"""
     digest_at: int
     """where the digest goes, in bytes from the beginning"""
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Place:
+class _InFile:
     dtype: torch.dtype
     shape: tuple[int, ...]
     start: int
@@ -170,7 +170,7 @@ def _read(path: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
 
 def _write(
     file: BinaryIO, metadata: Mapping[str, str], tensors: Mapping[str, Tensor]
-) -> tuple[dict[str, _Place], int]:
+) -> tuple[dict[str, _InFile], int]:
     """Write a safetensors file, a tensor at a time: the library makes bytes of all of them first.
 
     The widest values come first, so that each tensor is aligned. Return where the tensors lie, and
@@ -194,7 +194,7 @@ def _write(
         file.write(_raw(tensors[name]))
     before = len(length) + len(text)
     places = {
-        name: _Place(
+        name: _InFile(
             dtype=tensors[name].dtype,
             shape=tuple(tensors[name].shape),
             start=before + header[name]["data_offsets"][0],
@@ -223,7 +223,7 @@ def _digest(metadata: Mapping[str, str], tensors: Mapping[str, Tensor]) -> str:
 
 
 def _digest_of_file(
-    metadata: Mapping[str, str], places: Mapping[str, _Place], file: BinaryIO
+    metadata: Mapping[str, str], places: Mapping[str, _InFile], file: BinaryIO
 ) -> str:
     digest = _digest_begun(metadata)
     for name in sorted(places, key=int):

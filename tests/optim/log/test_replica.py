@@ -495,10 +495,10 @@ def test_an_entry_counts_while_its_snapshot_is_written(tmp_path: Path) -> None:
     begun, hold = threading.Event(), threading.Event()
     write = core.store.write_snapshot
 
-    def held(*arguments: Any) -> Any:
+    def held(*arguments: Any, **options: Any) -> Any:
         begun.set()
         assert hold.wait(20.0)
-        return write(*arguments)
+        return write(*arguments, **options)
 
     core.store.write_snapshot = held  # type: ignore[method-assign]
 

@@ -75,3 +75,21 @@ def test_a_state_that_has_given_way_is_refused_unless_its_digests_are_known():
     assert hashed.root() == root
     with pytest.raises(StateGone):
         other.root()
+
+
+@pytest.mark.parametrize("spec", ["diloco", "diloco(count=2)", "co2", "muloco"])
+def test_pieces_one_after_another_give_the_same_bits(spec):
+    replay = Replay(parse(spec), LAYOUT)
+    for fragment in replay.fragments:
+        pure, given, update_F = state_of(replay), state_of(replay), update_of(fragment)
+        expected = replay.method.apply(pure, update_F, fragment=fragment, lr=0.7, momentum=0.9)
+        given.give_way(params=True)
+        got = given
+        for first in range(0, len(fragment.pieces), 2):
+            stop = min(first + 2, len(fragment.pieces))
+            values = slice(fragment.slices[first].start, fragment.slices[stop - 1].stop)
+            part = fragment.part(first, stop)
+            assert torch.equal(part.cut(pure.params_N), fragment.cut(pure.params_N)[values])
+            got = replay.method.apply(given, update_F[values], fragment=part, lr=0.7, momentum=0.9)
+        assert replay.method.moves_values_apart
+        assert got.root() == expected.root()

@@ -44,7 +44,7 @@ def test_the_next_state_has_the_same_bits(spec, params):
         assert torch.equal(given.params_N, before_N)
 
 
-def test_the_next_state_takes_the_memory_of_the_one_before_and_of_the_update():
+def test_the_next_state_lies_where_the_one_before_and_the_update_did():
     replay = Replay(parse("diloco"), LAYOUT)
     fragment, state = replay.fragments[0], state_of(replay)
     update_F = update_of(fragment)
@@ -64,7 +64,7 @@ def test_a_state_that_somebody_reads_stays():
     assert state.give_way(params=True)
 
 
-def test_a_state_that_has_given_way_is_refused_unless_its_digests_are_known():
+def test_a_state_that_gave_way_has_only_its_digests():
     replay = Replay(parse("diloco"), LAYOUT)
     hashed, other = state_of(replay), state_of(replay)
     root = hashed.root()

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from atoll.coordinator.checkpoints import (
@@ -18,10 +20,12 @@ from atoll.coordinator.checkpoints import (
 )
 from atoll.coordinator.run.levels import Level
 from atoll.coordinator.run.spec import RunSpec
-from atoll.optim.log.replica import ReplicaView
+from atoll.optim.log.replica import ReplicaStanding, ReplicaView
+from atoll.optim.state.outer_state import OuterState, StateGone
 
 logger = logging.getLogger(__name__)
 
+MOVES_ON_S = 0.01  # between two looks at a replica that applies an entry, for ms to seconds
 LANDMARK_EVERY = 10  # one checkpoint in this many is never removed: the run's course stays
 
 
@@ -89,20 +93,29 @@ class Checkpointing:
             self._report("error", f"no checkpoint written: {error!r}")
 
     def _write_state(self) -> Path:
-        at = self._replica.standing  # read once: the log may move on meanwhile
-        if at.state is None:
-            raise CheckpointError("no state to write yet")
-        checkpoint = Checkpoint(
-            spec=self._spec,
-            run_id=self._replica.run_id,
-            epoch=at.head.epoch,
-            position=at.head.position,
-            chain=at.head.chain,
-            state=at.state,
-        )
-        path = self.path(at.head.position)
-        save_checkpoint(path, checkpoint)
-        return path
+        at, release = self._kept()
+        try:
+            checkpoint = Checkpoint(
+                spec=self._spec,
+                run_id=self._replica.run_id,
+                epoch=at.head.epoch,
+                position=at.head.position,
+                chain=at.head.chain,
+                state=_state_of(at),
+            )
+            path = self.path(at.head.position)
+            save_checkpoint(path, checkpoint, on_read=release)
+            return path
+        finally:
+            release()
+
+    def _kept(self) -> tuple[ReplicaStanding, Callable[[], None]]:
+        """Return where the replica stands, with a state that stays as it is until released."""
+        while True:
+            at = self._replica.standing  # read once: the log may move on meanwhile
+            with suppress(StateGone):  # it has moved on: then there is another one soon
+                return at, _state_of(at).keep()
+            time.sleep(MOVES_ON_S)
 
     def _remove_old(self) -> None:
         settings = self._spec.coordinator
@@ -112,3 +125,9 @@ class Checkpointing:
         for position in self._on_disk()[: -settings.keep_checkpoints]:
             if position % landmarks:
                 delete_checkpoint(self.path(position), self._replica.run_id)
+
+
+def _state_of(at: ReplicaStanding) -> OuterState:
+    if at.state is None:
+        raise CheckpointError("no state to write yet")
+    return at.state

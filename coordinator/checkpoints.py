@@ -20,7 +20,7 @@ from __future__ import annotations
 import json
 import os
 import struct
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -78,8 +78,12 @@ class Checkpoint:
         return dict(zip(self.layout.names, self.layout.split(self.params_N), strict=True))
 
 
-def save_checkpoint(path: Path, checkpoint: Checkpoint) -> None:
+def save_checkpoint(
+    path: Path, checkpoint: Checkpoint, *, on_read: Callable[[], None] = lambda: None
+) -> None:
     """Write a checkpoint, whole or not at all.
+
+    `on_read` is called when its state is no longer needed, and perhaps not on the disk yet.
 
     Raises:
         CheckpointError: the file holds a checkpoint of another run, or cannot be written.
@@ -91,6 +95,7 @@ def save_checkpoint(path: Path, checkpoint: Checkpoint) -> None:
         with partial.open("wb") as file:
             _write(file, _tensors(checkpoint.state), _metadata(checkpoint))
             file.flush()
+            on_read()
             os.fsync(file.fileno())
         partial.replace(path)
     except OSError as error:

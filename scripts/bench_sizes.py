@@ -10,8 +10,9 @@ of a process (`VmHWM`) less that of the same process with the tiny model, divide
 that it has more; a peer's figure is also given without its model, gradients and inner state, which
 are on the GPU of a peer that has one (16 bytes a parameter with AdamW). `p2pd` is a process of its
 own. Seconds of phases are those that the peers report, means over the rounds after the first three;
-processor seconds are of a process over its whole life, divided by the rounds. The pieces are timed
-in one thread, each beside a copy of the bytes that it reads.
+processor seconds are of a process over its whole life, divided by the rounds. Memory and disk are
+compared with what `atoll plan` says before the run, whose disk is that of a run of many rounds. The
+pieces are timed in one thread, each beside a copy of the bytes that it reads.
 """
 
 import argparse
@@ -42,6 +43,8 @@ from atoll.optim.state.layout import Layout
 from atoll.optim.state.outer_state import OuterState
 from atoll.peer.cli.watching import look
 from atoll.peer.lab.advice import as_run
+from atoll.peer.lab.plan import bare_model, needed
+from atoll.peer.training.resources import Resources
 
 ROOT = Path(__file__).resolve().parent.parent
 SAVED = ROOT / "docs" / "benchmarks" / "sizes.json"
@@ -55,6 +58,7 @@ SIZES: dict[str, dict[str, Any]] = {
 TINY = "1m"
 START_S = 120.0  # until the invite is written
 INNER_BYTES = 16  # a parameter: model, gradients, AdamW's two moments
+CHECKPOINTS = 2  # of a run, and kept
 WARM_ROUNDS = 3  # the first rounds include imports, the first state and measurements of the line
 POLL_S = 0.1
 REPEATS = 3
@@ -108,19 +112,30 @@ class Measured:
     """a round, by phase"""
     disk_bytes: dict[str, int] = field(default_factory=dict)
     """of the state directories at the end"""
+    planned: Resources
+    """what `atoll plan` says"""
+
+    def planned_bytes(self, name: str) -> tuple[int, int]:
+        """Return the memory and the disk that the plan states for a process."""
+        plan = self.planned
+        if name == "coordinator":
+            kept = plan.coordinator_disk + self.rounds * plan.coordinator_disk_a_round
+            return plan.coordinator_memory, kept
+        return plan.peer_memory, plan.peer_disk
 
 
-def run_toml(size: str, options: argparse.Namespace) -> str:
-    """Return the run's RUN.toml."""
+def spec_of(size: str, options: argparse.Namespace) -> RunSpec:
+    """Return the run's spec."""
     told = {
         "run": {"name": "sizes", "rounds": options.rounds},
         "model": SIZES[size],
         "data": {"seq_len": 32},
         "inner": {"batch_size": 1, "warmup_steps": 2},
-        "round": {"min_peers": options.peers, "grace_s": 60.0, "stall_s": 10.0},
-        "coordinator": {"checkpoint_every": options.rounds // 2},
+        # The least that a log may take, so that a short run fills it.
+        "round": {"min_peers": options.peers, "grace_s": 60.0, "stall_s": 10.0, "log_mb": 1},
+        "coordinator": {"checkpoint_every": options.rounds // 2, "keep_checkpoints": CHECKPOINTS},
     }
-    return template(RunSpec.from_dict(told | as_run(options.method, options.inner_steps)))
+    return RunSpec.from_dict(told | as_run(options.method, options.inner_steps))
 
 
 class Processes:
@@ -189,7 +204,8 @@ def measure(size: str, options: argparse.Namespace, log: IO[bytes]) -> Measured:
     """Run a coordinator and peers to the last round."""
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="atoll-sizes-")))
-        (folder / "RUN.toml").write_text(run_toml(size, options))
+        spec = spec_of(size, options)
+        (folder / "RUN.toml").write_text(template(spec))
         run = stack.enter_context(processes(folder, log))
         invite = start_coordinator(run, folder)
         names = [f"peer-{index}" for index in range(options.peers)]
@@ -209,6 +225,7 @@ def measure(size: str, options: argparse.Namespace, log: IO[bytes]) -> Measured:
         processes=run.seen,
         seconds={p: statistics.mean(s.get(p, 0.0) for s in warm) for p in sorted(phases)},
         disk_bytes=disk_bytes,
+        planned=needed(spec, bare_model(spec), options.peers),
     )
 
 
@@ -261,7 +278,7 @@ def rows_of(measured: Measured, tiny: Measured) -> list[Facts]:
     common = {"size": measured.size, "params": measured.params}
     rows: list[Facts] = []
     for name, process in measured.processes.items():
-        base = tiny.processes[name]
+        base, (memory_bytes, disk_bytes) = tiny.processes[name], measured.planned_bytes(name)
         peak = (process.peak_bytes - base.peak_bytes) / more
         rows.append(
             common
@@ -273,6 +290,8 @@ def rows_of(measured: Measured, tiny: Measured) -> list[Facts]:
                 "anonymous_per_param": (process.anonymous_bytes - base.anonymous_bytes) / more,
                 "p2pd_per_param": (process.p2pd_bytes - base.p2pd_bytes) / more,
                 "disk_per_param": (measured.disk_bytes[name] - tiny.disk_bytes[name]) / more,
+                "planned_memory": memory_bytes / process.peak_bytes,
+                "planned_disk": disk_bytes / measured.disk_bytes[name],
                 "cpu_ns_per_param": 1e9 * process.cpu_s / measured.rounds / measured.params,
             }
         )
@@ -343,13 +362,14 @@ def table(rows: list[Facts]) -> str:
     """Format the rows as tables."""
     lines = [
         f"{'size':6}{'process':13}{'peak MB':>9}{'B/param':>9}{'beside':>8}{'anon':>8}"
-        f"{'p2pd':>7}{'disk':>7}{'CPU ns/param and round':>24}"
+        f"{'p2pd':>7}{'disk':>7}{'plan/peak':>10}{'plan/disk':>10}{'CPU ns/param and round':>24}"
     ]
     for row in (r for r in rows if "process" in r):
         lines.append(
             f"{row['size']:6}{row['process']:13}{row['peak_mb']:9.0f}{row['bytes_per_param']:9.1f}"
             f"{row['beside_per_param']:8.1f}{row['anonymous_per_param']:8.1f}"
             f"{row['p2pd_per_param']:7.1f}{row['disk_per_param']:7.1f}"
+            f"{row['planned_memory']:10.2f}{row['planned_disk']:10.2f}"
             f"{row['cpu_ns_per_param']:24.1f}"
         )
     lines += ["", f"{'size':6}{'phase':13}{'s/round':>9}{'ns/param':>10}"]

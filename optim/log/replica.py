@@ -96,7 +96,7 @@ from atoll.optim.reduction.contribution import Feedback
 from atoll.optim.reduction.lowrank import INPUT, LowRankCells
 from atoll.optim.state.layout import Fragment, Layout
 from atoll.optim.state.outer_state import OuterState
-from atoll.optim.state.updates import Update
+from atoll.optim.state.updates import Update, dense
 
 
 class Replay:
@@ -182,7 +182,8 @@ class Replay:
         """Return state(p+1) = apply(state(p), entry(p)).
 
         Args:
-            state: the state before the entry; left as it is.
+            state: the state before the entry; left as it is, unless it gives way. Then the update
+                does too, and after an error neither holds anything.
             entry: the entry; the caller has checked that it follows and is certified.
             body: the bytes of its parts, checked here against their digests.
             update_F: the decoded body, if the caller has verified and decoded it already.
@@ -194,9 +195,11 @@ class Replay:
         self.check(entry)
         if entry.kind == "null":
             return state.at(entry.position + 1)  # given up: not even the momentum moves
+        fragment = self.fragments[entry.fragment]
+        if update_F is None and state.gives_params and self._goes_by_pieces(fragment):
+            return self._next_by_pieces(state, entry, body)
         if update_F is None:
             update_F = self.decode(entry, body)
-        fragment = self.fragments[entry.fragment]
         scalars = {"lr": entry.lr, "momentum": entry.momentum}
         if isinstance(update_F, Sparse):
             new = self.method.apply_sparse(state, update_F, fragment=fragment, **scalars)
@@ -206,6 +209,24 @@ class Replay:
         if isinstance(cells, LowRankCells):
             # The state holds Q, the body's second factors: the next update starts warm from them.
             cells.keep_warm(state, new, body)
+        return new
+
+    def _goes_by_pieces(self, fragment: Fragment) -> bool:
+        return self.method.moves_values_apart and not fragment.tensors and not self.by_factors
+
+    def _next_by_pieces(self, state: OuterState, entry: Entry, body: Bytes) -> OuterState:
+        """Apply an update while it is decoded, some cells at a time, in place of the state."""
+        split_body(entry, memoryview(body))
+        cells, fragment = self._cells[entry.fragment], self.fragments[entry.fragment]
+        new = state
+        for first, stop, update in cells.decode_by_runs(body, len(entry.members)):
+            new = self.method.apply(
+                state,
+                dense(update),
+                fragment=fragment.part(first, stop),
+                lr=entry.lr,
+                momentum=entry.momentum,
+            )
         return new
 
     def residual(self, fragment: int) -> Feedback:
@@ -320,6 +341,8 @@ class Due:
 
     state: OuterState
     chain: bytes
+    release: Callable[[], None]
+    """Ends the keeping of the state; the next one may take its place then."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -669,8 +692,9 @@ class Replica(ReplicaView):
 
         Args:
             claim: the entry, verified by `check` or `verify`.
-            body: the bytes of its parts; checked here unless the update is given.
-            update_F: the decoded body, if the caller has verified and decoded it.
+            body: the bytes of its parts.
+            update_F: the decoded body, if the caller has verified and decoded it. Its memory may
+                become that of the next state.
 
         Returns:
             The decoded update of a method that takes residuals against it; otherwise what was
@@ -686,22 +710,32 @@ class Replica(ReplicaView):
         entry, at = claim.entry, self.standing
         # Much may have happened since the claim was verified: its body had to come.
         self._expect_next(entry, at)
-        if self.replay.by_factors and update_F is None and entry.kind == "update":
+        applies = not at.diverged and self.state.position == entry.position
+        if update_F is None and entry.kind == "update" and self._decodes_first(applies=applies):
             self.replay.check(entry)
             update_F = self._decoded(entry, body)
-        applies = not at.diverged and self.state.position == entry.position
-        if entry.kind == "null" or not applies:
-            split_body(entry, memoryview(body))  # otherwise decoding does; large bodies: once
+        elif update_F is None or not applies:
+            split_body(entry, memoryview(body))
+        # Before it is applied: what is announced is on disk, and if the disk takes no more, the
+        # state is still the one before.
+        self._store(claim, body, at)
         state, diverged = at.state, at.diverged
         if applies:
             state, diverged = self._next_state(at, entry, body, update_F)
-        self._store(claim, body, at)  # before the standing: what is announced is on disk
         after = replace(self._after(at, entry), state=state, diverged=diverged)
         if applies and not diverged:
             after = self._noted(after, entry)
             self.due = self._due(after) or self.due
         self.standing = after
         return update_F
+
+    def _decodes_first(self, *, applies: bool) -> bool:
+        """Return whether an update is decoded before its entry is stored.
+
+        A peer refuses what does not decode. A ledger stores it all the same, so it decodes while
+        it applies, which takes less memory.
+        """
+        return self.replay.by_factors or (applies and not self.is_ledger)
 
     def _decoded(self, entry: Entry, body: Bytes) -> Update | None:
         try:
@@ -725,15 +759,27 @@ class Replica(ReplicaView):
         self, at: ReplicaStanding, entry: Entry, body: Bytes, update_F: Update | None
     ) -> tuple[OuterState, str]:
         """Return the state after an entry; or the one before, and how this machine diverged."""
-        if at.state is None:
+        state = at.state
+        if state is None:
             raise RuntimeError("this replica holds no state yet: resume or install one first")
+        if update_F is None and not self.is_ledger and entry.kind == "update":
+            update_F = self.replay.decode(entry, body)
+        # Factors in a round that has begun read the state. If a snapshot or a checkpoint is being
+        # read from it, the next state takes memory of its own.
+        if entry.kind == "update" and not self.replay.by_factors:
+            # A peer's trainer may still be at the parameters before.
+            state.give_way(params=self.is_ledger)
         try:
-            return self.replay.next_state(at.state, entry, memoryview(body), update_F), at.diverged
+            return self.replay.next_state(state, entry, memoryview(body), update_F), at.diverged
         except UpdateError as error:
             if not self.is_ledger:
                 raise
             # A quorum decoded it, so the fault is here.
-            return at.state, f"entry {entry.position}: {error}; checkpoints stop here"
+            why = f"entry {entry.position}: {error}; checkpoints stop here"
+            whole = self._newest_snapshot() if state.gives_params else state
+            if whole is None:
+                raise
+            return whole, why
 
     def _store(self, claim: Claim, body: Bytes, at: ReplicaStanding) -> None:
         entry = claim.entry
@@ -786,7 +832,7 @@ class Replica(ReplicaView):
     def _due(self, at: ReplicaStanding) -> Due | None:
         if at.state is None or at.diverged or not self._is_snapshot_due(at.state):
             return None
-        return Due(state=at.state, chain=at.head.chain)
+        return Due(state=at.state, chain=at.head.chain, release=at.state.keep())
 
     def _is_snapshot_due(self, state: OuterState) -> bool:
         return state.position % self.snapshot_every == 0
@@ -810,15 +856,21 @@ class Replica(ReplicaView):
             OSError: the disk takes no more; a ledger goes on without the file, and reports it with
                 the first entry that is not stored.
         """
+        try:
+            return self._write_snapshot(due)
+        finally:
+            due.release()
+
+    def _write_snapshot(self, due: Due) -> Written:
         state = due.state
         root = state.root()
         file: WrittenSnapshot | None = None
         started_s = self._clock()
         if not self.is_ledger:
-            file = self.store.write_snapshot(state, due.chain)
+            file = self.store.write_snapshot(state, due.chain, on_read=due.release)
         elif started_s >= self._snapshot_due_s:
             with contextlib.suppress(*DISK_ERRORS):
-                file = self.store.write_snapshot(state, due.chain)
+                file = self.store.write_snapshot(state, due.chain, on_read=due.release)
             took_s = self._clock() - started_s
             self._snapshot_due_s = started_s + took_s / SNAPSHOT_SHARE
         return Written(position=state.position, root=root, file=file)

@@ -34,7 +34,7 @@ import os
 import sqlite3
 import threading
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -295,8 +295,13 @@ class Snapshots:
         except (OSError, StateError) as error:
             raise StoreCorrupt(f"{info.path}: {error}; fetch the snapshot again") from None
 
-    def write(self, state: OuterState, chain: bytes) -> WrittenSnapshot:
-        """Write the state before entry `state.position`; hashes it if that was not done yet."""
+    def write(
+        self, state: OuterState, chain: bytes, on_read: Callable[[], None] = lambda: None
+    ) -> WrittenSnapshot:
+        """Write the state before entry `state.position`; hashes it if that was not done yet.
+
+        `on_read` is called when its values are no longer needed, and perhaps not on the disk yet.
+        """
         digests = tuple(state.leaves())  # first: others may wait for the root
         number = next(self._numbers)  # two may be written at once
         partial = self._directory / f"snapshot-{state.position:012d}.{number}.new"
@@ -305,6 +310,7 @@ class Snapshots:
                 for index in range(state.num_leaves):
                     file.write(state.leaf(index))
                 file.flush()
+                on_read()
                 os.fsync(file.fileno())  # or the name could stand for bytes that are not there
         except BaseException:
             partial.unlink(missing_ok=True)
@@ -666,12 +672,15 @@ class LogStore:
         self.prune()
         return self.snapshot(state.position)
 
-    def write_snapshot(self, state: OuterState, chain: bytes) -> WrittenSnapshot:
+    def write_snapshot(
+        self, state: OuterState, chain: bytes, *, on_read: Callable[[], None] = lambda: None
+    ) -> WrittenSnapshot:
         """Write a state beside the changes of the log; `put_snapshot` has to follow.
 
         After a crash between the two, the older snapshot and the entries after it are there still.
+        `on_read` is called when the values of the state are no longer needed.
         """
-        return self._snapshots.write(state, chain)
+        return self._snapshots.write(state, chain, on_read)
 
     def put_snapshot(self, written: WrittenSnapshot) -> bool:
         """Keep a written snapshot; False if the log no longer leads to it, and then it is gone.

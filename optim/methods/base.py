@@ -89,6 +89,10 @@ class Method(ABC):
     shape: ClassVar[Shape] = "mean"
     """The `reduction`, unless the codec asks for another."""
 
+    moves_values_apart: ClassVar[bool] = False
+    """True if `apply` computes each value from the same value of state and update alone, so that
+    pieces of a fragment may be applied one after another."""
+
     worker_class: ClassVar[type[Worker]]
     """The peer's side."""
 
@@ -210,9 +214,9 @@ class Method(ABC):
         """Return the next state, bit-identical on every device (`atoll.optim.state.outer_step`).
 
         Args:
-            state: left as it is.
+            state: left as it is, unless it gives way.
             update_F: the decoded update of the fragment.
-            fragment: one of `fragments`.
+            fragment: one of `fragments`, or some pieces of it (`moves_values_apart`).
             lr: learning rate of the entry.
             momentum: of the entry.
         """

@@ -92,6 +92,7 @@ class CO2Method(Method):
 
     name: ClassVar[str] = "co2"
     worker_class: ClassVar[type[Worker]] = CO2
+    moves_values_apart: ClassVar[bool] = True
 
     lr: float = 1.0
     """Outer learning rate."""
@@ -129,6 +130,7 @@ class CO2Method(Method):
             momentum=momentum,
             scale=1.0 / self.penalty,
             clip=self.clip,
+            fragment=fragment,
         )
 
     def hidden_steps(self, inner_steps: int) -> int:

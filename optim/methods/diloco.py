@@ -140,6 +140,7 @@ class DiLoCoMethod(Method):
 
     name: ClassVar[str] = "diloco"
     worker_class: ClassVar[type[Worker]] = DiLoCo
+    moves_values_apart: ClassVar[bool] = True
 
     lr: float = 0.7
     """Outer learning rate."""

@@ -552,6 +552,31 @@ class Cells:
 
     def decode_part(self, body: Bytes, members: int, start: int, stop: int) -> Update:
         """Decode the part of a body from cell `start` up to `stop`, as `decode_body` does."""
+        frames = self._frames_of(body, members, start, stop)
+        try:
+            return self.decode_update(start, frames)
+        except CodecError as error:
+            # Cells are decoded many at once, so the refusal looks for the one that fails.
+            raise self._refusal(start, frames) from error
+
+    def decode_by_runs(self, body: Bytes, members: int) -> Iterator[tuple[int, int, Update]]:
+        """Decode a body as `decode_body` does, some cells `[first, stop)` at a time.
+
+        Each update is good until the next one is taken.
+        """
+        frames = self._frames_of(body, members, 0, len(self))
+        for run, _ in self.runs(0, len(self)):
+            try:
+                yield (
+                    run.start,
+                    run.stop,
+                    self.decode_update(run.start, frames[run.start : run.stop]),
+                )
+            except CodecError as error:
+                raise self._refusal(run.start, frames[run.start : run.stop]) from error
+
+    def _frames_of(self, body: Bytes, members: int, start: int, stop: int) -> list[memoryview]:
+        """Split a part of a body into the frames of the cells `[start, stop)`."""
         longest = self.max_body_bytes(members, start, stop)
         if len(body) > longest:
             raise UpdateError(
@@ -561,11 +586,7 @@ class Cells:
         frames = unpack(memoryview(body), limits)
         if len(frames) != stop - start:
             raise UpdateError(f"expected {stop - start} chunks, got {len(frames)}")
-        try:
-            return self.decode_update(start, frames)
-        except CodecError as error:
-            # Cells are decoded many at once, so the refusal looks for the one that fails.
-            raise self._refusal(start, frames) from error
+        return frames
 
     def decode_update(self, first: int, frames: Sequence[Bytes]) -> Update:
         """Decode the reduced frames of the cells from `first` on.

@@ -389,8 +389,8 @@ class Feedback:
         self._offered = False
 
     def state_dict(self) -> dict[str, Any]:
-        """Return a copy of the residual; a pending offer is its holder's to keep."""
-        return {"mass_N": self.mass_N.clone()}
+        """Return the residual itself, as torch does; a pending offer is its holder's to keep."""
+        return {"mass_N": self.mass_N}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over the residual of a `state_dict`.

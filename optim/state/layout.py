@@ -520,6 +520,17 @@ class Fragment:
                 strict=True,
             )
 
+    def part(self, start: int, stop: int) -> Fragment:
+        """Return the pieces `[start, stop)` of a fragment without tiled tensors, as a fragment."""
+        first, last, at = self.slices[start].start, self.slices[stop - 1].stop, 0
+        spans: list[tuple[int, int]] = []
+        for begin, end in self.spans:
+            inside = max(first, at), min(last, at + end - begin)
+            if inside[0] < inside[1]:
+                spans.append((begin + inside[0] - at, begin + inside[1] - at))
+            at += end - begin
+        return Fragment(spans=tuple(spans), pieces=self.pieces[start:stop])
+
     @property
     def gaps(self) -> Iterator[slice]:
         """Return the parts of the vector before, between and after the spans."""

@@ -16,14 +16,16 @@ as a leaf. The position is not in the snapshot: a message that states a root sta
       LeafRefused        bytes of a leaf with the wrong index, length or digest
       SnapshotIncomplete finish() before every leaf was there
       NotFinite          parameters or memory with NaN or infinity
+      StateGone          a state whose memory the next one has taken
 """
 
 import hashlib
 import math
 import struct
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from threading import Lock
 
 import torch
@@ -60,41 +62,104 @@ class NotFinite(StateError):
     """NaN or infinity in the parameters or the memory."""
 
 
+class StateGone(StateError):
+    """A state that the next one has overwritten."""
+
+
+class _Readers:
+    """Those who read the vectors of a state, until the next one takes their place."""
+
+    def __init__(self) -> None:
+        self._lock = Lock()
+        self._count = 0
+        self._gone = False
+
+    def add(self) -> None:
+        with self._lock:
+            if self._gone:
+                raise StateGone("expected a state, got one that the next one has overwritten")
+            self._count += 1
+
+    def remove(self) -> None:
+        with self._lock:
+            self._count -= 1
+
+    def end(self) -> bool:
+        """Let nobody read any more; False if somebody does."""
+        with self._lock:
+            self._gone = self._gone or self._count == 0
+            return self._gone
+
+
 class OuterState:
     """Parameters and the outer step's memory after the entry before `position`.
 
-    Immutable by convention: applying an update writes new buffers, so a state can be hashed and
-    served to joiners while training continues.
+    Immutable, and an update is applied in new buffers, until its owner lets it `give_way`: then the
+    next state takes the place of this one. Whoever reads one beside that does so while it is
+    `kept`.
     """
 
     def __init__(
-        self, *, layout: Layout, position: int, params_N: Tensor, memory_M: Tensor
+        self,
+        *,
+        layout: Layout,
+        position: int,
+        params_N: Tensor,
+        memory_M: Tensor,
+        readers: _Readers | None = None,
     ) -> None:
         """Take over vectors, fp32 on the CPU; consecutive states may share a memory."""
         self.layout = layout
         self.position = position
         self.params_N = params_N
         self.memory_M = memory_M
+        self.gives_memory = False
+        """True once the next state may be written to `memory_M`, and to the update."""
+        self.gives_params = False
+        """True once it may be written to `params_N` too."""
+        self._readers = readers or _Readers()
         self._hashing = Lock()
         self._digests: tuple[bytes, ...] | None = None
 
-    @classmethod
-    def from_snapshot(cls, layout: Layout, position: int, buffer: bytearray) -> "OuterState":
-        """Take over the bytes of a snapshot.
+    @contextmanager
+    def kept(self) -> Iterator[None]:
+        """Keep the values as they are for the time of the block.
 
         Raises:
-            StateError: when they are too short for the parameters, or no fp32 values.
+            StateGone: the next state has taken their place.
         """
-        if len(buffer) < 4 * layout.numel or len(buffer) % 4:
-            raise StateError(
-                f"expected fp32 values, {layout.numel} parameters first; got {len(buffer)} bytes"
-            )
-        return cls(
-            layout=layout,
-            position=position,
-            params_N=_view(buffer, layout.numel, 0),
-            memory_M=_view(buffer, len(buffer) // 4 - layout.numel, 4 * layout.numel),
-        )
+        release = self.keep()
+        try:
+            yield
+        finally:
+            release()
+
+    def keep(self) -> Callable[[], None]:
+        """Keep the values as they are until the result is called, in any thread, once or more.
+
+        Raises:
+            StateGone: the next state has taken their place.
+        """
+        self._readers.add()
+        held = [self._readers]
+
+        def release() -> None:
+            while held:
+                held.pop().remove()
+
+        return release
+
+    def give_way(self, *, params: bool) -> bool:
+        """Let the next state overwrite this one; False if somebody keeps it.
+
+        Args:
+            params: whether it may overwrite the parameters too. If not, the next ones take the
+                place of the update that leads to them, and these remain as they are.
+        """
+        if not self._readers.end():
+            return False
+        self.gives_memory, self.gives_params = True, params
+        return True
 
     @property
     def momentum_N(self) -> Tensor:  # noqa: N802
@@ -105,11 +170,11 @@ class OuterState:
     def genesis(
         cls, layout: Layout, params_N: Tensor, memory_M: Tensor | None = None
     ) -> "OuterState":
-        """Return the state at position 0, with a copy of the given parameters and memory.
+        """Return the state at position 0, of these vectors, which nobody else may change.
 
         Args:
             layout: of the parameters.
-            params_N: theta.
+            params_N: theta, fp32 on the CPU.
             memory_M: what the method begins with (`Method.genesis`); by default a momentum of zero.
 
         Raises:
@@ -120,10 +185,9 @@ class OuterState:
             raise StateError(
                 f"expected {layout.numel} parameters, got shape {tuple(params_N.shape)}"
             )
-        state = cls.blank(layout, 0, None if memory_M is None else memory_M.numel())
-        state.params_N.copy_(params_N)
-        if memory_M is not None:
-            state.memory_M.copy_(memory_M)
+        if memory_M is None:
+            memory_M = torch.zeros(layout.numel)
+        state = cls(layout=layout, position=0, params_N=params_N, memory_M=memory_M)
         state.require_finite()
         return state
 
@@ -145,6 +209,15 @@ class OuterState:
         """
         return self._next(self.memory_M)
 
+    def next_of(self, params_N: Tensor) -> "OuterState":
+        """Return the next state, of these parameters and of the memory of this one."""
+        return OuterState(
+            layout=self.layout,
+            position=self.position + 1,
+            params_N=params_N,
+            memory_M=self.memory_M,
+        )
+
     def at(self, position: int) -> "OuterState":
         """Return the same state at another position, as after an entry without an update."""
         return OuterState(
@@ -152,6 +225,7 @@ class OuterState:
             position=position,
             params_N=self.params_N,
             memory_M=self.memory_M,
+            readers=self._readers,
         )
 
     @property
@@ -178,11 +252,14 @@ class OuterState:
         """Return the SHA-256 of each leaf; hashed once, about 0.5 s a gigabyte, without the GIL.
 
         On as many threads as torch uses for arithmetic. Whoever asks meanwhile waits.
+
+        Raises:
+            StateGone: the next state has taken its place, and it was not hashed before.
         """
         return list(self._leaves)
 
     def root(self) -> bytes:
-        """Return the 32-byte state root."""
+        """Return the 32-byte state root; raise StateGone as `leaves`."""
         return merkle_root(self._leaves)
 
     def require_finite(self) -> None:
@@ -199,7 +276,8 @@ class OuterState:
     def _leaves(self) -> tuple[bytes, ...]:
         with self._hashing:
             if self._digests is None:
-                self._digests = self._hashed()
+                with self.kept():
+                    self._digests = self._hashed()
             return self._digests
 
     def _hashed(self) -> tuple[bytes, ...]:
@@ -264,7 +342,10 @@ class Assembly:
         self._digests = tuple(leaf_digests)
         self._layout = layout
         self._position = position
-        self._buffer = bytearray(length)
+        self._length = length
+        # Apart: an update replaces the parameters, whose memory has to be free then.
+        self._params_N = torch.empty(layout.numel)
+        self._memory_M = torch.empty(length // 4 - layout.numel)
         self._missing = set(range(expected))
 
     @property
@@ -281,7 +362,7 @@ class Assembly:
         if not 0 <= index < len(self._digests):
             raise LeafRefused(f"expected a leaf in [0, {len(self._digests)}), got {index}")
         start = index * LEAF_BYTES
-        length = min(LEAF_BYTES, len(self._buffer) - start)
+        length = min(LEAF_BYTES, self._length - start)
         if memoryview(data).nbytes != length:
             raise LeafRefused(
                 f"expected {length} bytes in leaf {index}, got {memoryview(data).nbytes}"
@@ -289,8 +370,18 @@ class Assembly:
         if hashlib.sha256(data).digest() != self._digests[index]:
             raise LeafRefused(f"expected leaf {index} to have its digest, got other bytes")
         if index in self._missing:
-            self._buffer[start : start + length] = data
+            self._put(start, memoryview(data).cast("B"))
             self._missing.discard(index)
+
+    def _put(self, start: int, data: memoryview) -> None:
+        """Copy bytes of the snapshot to where they belong; a leaf may hold some of both vectors."""
+        params, memory = _bytes(self._params_N), _bytes(self._memory_M)
+        here = max(0, min(len(data), len(params) - start))
+        if here:
+            params[start : start + here] = data[:here]
+        if here < len(data):
+            there = max(0, start - len(params))
+            memory[there : there + len(data) - here] = data[here:]
 
     def finish(self) -> OuterState:
         """Return the state, once every leaf is there.
@@ -304,7 +395,12 @@ class Assembly:
                 f"expected {len(self._digests)} leaves, {len(self._missing)} are missing, "
                 f"the first is {min(self._missing)}"
             )
-        state = OuterState.from_snapshot(self._layout, self._position, self._buffer)
+        state = OuterState(
+            layout=self._layout,
+            position=self._position,
+            params_N=self._params_N,
+            memory_M=self._memory_M,
+        )
         state.require_finite()
         state._digests = self._digests  # each leaf had its digest when it came
         return state
@@ -353,10 +449,3 @@ def _bytes(vector: Tensor) -> memoryview:
 def _require_little_endian() -> None:
     if sys.byteorder != "little":
         raise StateError("expected a little-endian machine: snapshots are little-endian")
-
-
-def _view(buffer: bytearray, numel: int, offset: int) -> Tensor:
-    _require_little_endian()
-    if numel == 0:  # which torch.frombuffer refuses
-        return torch.empty(0)
-    return torch.frombuffer(buffer, dtype=torch.float32, count=numel, offset=offset)

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from atoll.compression.scratch import room
 from atoll.optim.state.layout import CELL, Fragment, whole
 from atoll.optim.state.outer_state import OuterState, StateError
 from atoll.optim.state.updates import Update, aligned
@@ -27,7 +28,8 @@ ADAMW_SUMS = 2  # AdamW's averages of ones, kept after both moments
 Rule = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], None]
 """rule(params, momentum, update, new_params, new_momentum) writes the last two, value by value.
 
-The buffers of the result also hold intermediate values, so a rule takes no memory of its own.
+The buffers of the result also hold intermediate values, so a rule takes no memory of its own. The
+new momentum may lie where the old one does: a rule reads that before it writes this.
 """
 
 
@@ -72,7 +74,14 @@ def nesterov(
 
 
 def heavy_ball(
-    state: OuterState, update_F: Tensor, *, lr: float, momentum: float, scale: float, clip: float
+    state: OuterState,
+    update_F: Tensor,
+    *,
+    lr: float,
+    momentum: float,
+    scale: float,
+    clip: float,
+    fragment: Fragment | None = None,
 ) -> OuterState:
     """Take one outer step of CO2 (arXiv:2401.16265): momentum, clipped value by value.
 
@@ -87,6 +96,7 @@ def heavy_ball(
         momentum: mu.
         scale: 1 / staleness penalty.
         clip: largest magnitude of a momentum; infinity for none.
+        fragment: the values that the update moves; all by default. The others keep their bits.
 
     Returns:
         A new state in new buffers, one position on.
@@ -105,7 +115,7 @@ def heavy_ball(
         torch.mul(new_m, lr_, out=new_params)
         torch.sub(params, new_params, out=new_params)
 
-    return _stepped(state, update_F, rule, None)
+    return _stepped(state, update_F, rule, fragment)
 
 
 def descend(
@@ -313,6 +323,8 @@ def _stepped(
     """Apply a rule by runs of values that stay in cache; copy the values outside the fragment."""
     fragment = fragment or whole(state.layout)
     _require(update_F, fragment.numel)
+    if state.gives_memory:
+        return _overwritten(state, update_F, rule, fragment)
     new = _begun(state)
     for gap in fragment.gaps:
         new.params_N[gap] = state.params_N[gap]
@@ -323,6 +335,26 @@ def _stepped(
     ):
         rule(params, m, u, new_params, new_m)
     return new
+
+
+@torch.inference_mode()  # a state that was made in this mode cannot be changed outside it
+def _overwritten(state: OuterState, update_F: Tensor, rule: Rule, fragment: Fragment) -> OuterState:
+    """Apply a rule in the memory of a state that gives way; the bits are those of `_stepped`."""
+    covers = fragment.spans == ((0, state.layout.numel),) and not fragment.tensors
+    if state.gives_params:
+        params_N = state.params_N
+    elif covers:
+        params_N = update_F
+    else:
+        params_N = empty(state.layout.numel)
+        for gap in fragment.gaps:
+            params_N[gap] = state.params_N[gap]
+    old = (state.params_N, state.momentum_N)
+    for u, params, m, new_params in fragment.aligned(update_F, *old, params_N):
+        stepped = room("stepped", u.shape, u.device, torch.float32)
+        rule(params, m, u, stepped, m)
+        new_params.copy_(stepped)
+    return state.next_of(params_N)
 
 
 def _begun(state: OuterState) -> OuterState:

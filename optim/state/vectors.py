@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 LONG = 1 << 20  # values: shorter vectors come from the heap, which is warm anyway
-SPARE = 3.0  # longest vectors: what a round frees at once, the old state and the old residual
+SPARE = 2.0  # longest vectors: what a round frees, the old parameters and the old residual
 
 _spare: dict[int, deque[np.ndarray]] = {}
 """by length, the length that was asked for last at the end"""

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from atoll.optim.schedules import Timetable
     from atoll.peer.lab.advice import RunOption
     from atoll.peer.lab.plan import Setting
-    from atoll.peer.lab.resources import Resources
+    from atoll.peer.training.resources import Resources
 
 
 WIDTH = 80  # columns

@@ -12,6 +12,7 @@ digest of the spec, and first in a process of its own (`atoll.peer.training.data
     asked      the lines that the owner saw
     at         seconds since 1970
 
+    NoRoom (ValueError)            this machine has too little memory or disk for the run
     ConsentMissing (ValueError)    no consent is stored, and there is no terminal
     Declined (RuntimeError)        the owner said no
 """
@@ -21,15 +22,19 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shutil
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
 
+import psutil
 import torch
 
 from atoll.coordinator.run.spec import RunSpec
 from atoll.coordinator.run.text import size
 from atoll.optim.log.replica import cells_of
+from atoll.optim.log.store import KEPT_SNAPSHOTS
 from atoll.optim.state.layout import Layout
 from atoll.peer.daemon.membership import FetchTokenizer, Membership
 from atoll.peer.daemon.sent_tokenizer import keep_tokenizer
@@ -40,21 +45,24 @@ from atoll.peer.training.data.hub import HUB
 from atoll.peer.training.data.tokens import BYTES
 from atoll.peer.training.models import expect_source, preset
 from atoll.peer.training.permission import Allowed, with_own_files
+from atoll.peer.training.resources import (
+    Resources,
+    Weights,
+    moment_bytes,
+    moments_of,
+    resources,
+    state_bytes,
+)
 from atoll.peer.training.trainer import expect_params, open_tokenizer
 
-# Per parameter: three snapshots of parameters and outer momentum (8 bytes each); the trainer's
-# parameters, two moments, residual and local values (4 bytes each).
-DISK_BYTES = 3 * 8 + 5 * 4
-KEEPER_DISK_BYTES = 3 * 8  # the three snapshots alone
-# Measured with the smallest model: Python, torch and gRPC. Per parameter: the trainer's five values
-# and the gradient, parameters and momentum of the run, a decoded update.
-MEMORY_BYTES = 600 * 10**6
-MEMORY_PER_PARAM = 4 * 9
-FROZEN_BYTES = 4 * 2  # the trainer's and the validation's
 ROUNDS_PER_DAY = 24 * 60  # an example: the time of a round is not known before the first one
 
 Ask = Callable[[], Awaitable[bool]]
 """Asks the owner, who has seen the lines; returns whether the answer is yes."""
+
+
+class NoRoom(ValueError):
+    """The run needs more memory or disk than this machine has."""
 
 
 class ConsentMissing(ValueError):
@@ -95,7 +103,7 @@ def request_of(
     own = with_own_files(spec, data=data, tokenizer=tokenizer)
     is_sent = tokenizer is None and spec.data.tokenizer_bytes is not None
     rounds = f"{spec.run.rounds} rounds" if spec.run.rounds else "until the organiser stops it"
-    traffic = round_bytes(spec, layout)
+    traffic, needs = round_bytes(spec, layout), needs_of(spec, layout)
     lines = (
         "the run asks this machine for the following:",
         f"run: {spec.run.name}, {rounds}",
@@ -104,9 +112,9 @@ def request_of(
         f"data: {_data(own, is_own=data is not None)}",
         f"tokenizer: {_sent_tokenizer(spec) if is_sent else _tokenizer(own)}",
         f"method: {spec.outer.method}, {spec.outer.inner_steps} steps a round",
-        f"memory: about {size(memory_bytes(spec, layout.numel))}, and that of the model's "
-        "activations",
-        f"disk: about {size(disk_bytes(spec, layout.numel))}",
+        f"memory: about {size(needs.peer_memory)}, of which a GPU takes "
+        f"{size(needs.inner_memory)}, and that of the model's activations",
+        f"disk: about {size(needs.peer_disk)}, and {size(needs.peer_disk_free)} free beside it",
         f"traffic: about {size(traffic)} each way per round of {spec.outer.inner_steps} steps; "
         f"{size(traffic * ROUNDS_PER_DAY)} a day at one round a minute",
     )
@@ -114,20 +122,50 @@ def request_of(
     return Request(digest=hashlib.sha256(asked).hexdigest(), lines=lines)
 
 
-def memory_bytes(spec: RunSpec, params: int) -> int:
-    """Return about how much memory a training peer takes, without the model's activations."""
-    return MEMORY_BYTES + MEMORY_PER_PARAM * params + FROZEN_BYTES * _params_beneath(spec)
+def needs_of(spec: RunSpec, layout: Layout) -> Resources:
+    """Return the memory and disk that a run needs, by what its spec and layout say."""
+    method = spec.method()
+    with torch.device("meta"):  # index tensors of a large model take no memory
+        fragments = method.fragments(layout)
+    # The layout does not say which optimizer gets which matrix, so this is the most they keep.
+    weights = Weights(
+        layout=layout,
+        moment_bytes=moment_bytes(spec.inner, moments_of(method, layout)),
+        frozen=_params_beneath(spec),
+    )
+    bodies = [cells_of(method, fragment).max_body_bytes(1) for fragment in fragments]
+    return resources(spec, method, weights, peers=spec.round.min_peers, bodies=bodies)
 
 
-def disk_bytes(spec: RunSpec, params: int) -> int:
-    """Return about how much disk a training peer takes: log, snapshots and saved state."""
-    return spec.round.log_mb * 10**6 + DISK_BYTES * params
+def expect_room(needs: Resources, folder: Path) -> None:
+    """Refuse a run that does not fit into this machine, before anything of it is fetched.
+
+    Raises:
+        NoRoom: it needs more memory than there is, or more disk than is free or its own by now.
+    """
+    has_gpu = torch.cuda.is_available() or torch.backends.mps.is_available()
+    memory = needs.peer_memory - (needs.inner_memory if has_gpu else 0)
+    there = psutil.virtual_memory().total
+    if memory > there:
+        raise NoRoom(
+            f"the run needs {size(memory)} of memory, and this machine has {size(there)}; "
+            "join from a larger machine, or ask the organiser for a smaller model"
+        )
+    disk = needs.peer_disk + needs.peer_disk_free
+    nearest = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    own = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+    free = shutil.disk_usage(nearest).free + own
+    if disk > free:
+        raise NoRoom(
+            f"the run needs {size(disk)} of disk, and {size(free)} are free where {folder} is; "
+            "make room, or choose another place with --state-dir"
+        )
 
 
 def _request_of_keeper(spec: RunSpec, layout: Layout) -> Request:
     """Return what a keeper is asked for: no model is built, and no data is read."""
     rounds = f"{spec.run.rounds} rounds" if spec.run.rounds else "until the organiser stops it"
-    disk = spec.round.log_mb * 10**6 + KEEPER_DISK_BYTES * layout.numel
+    disk = spec.round.log_mb * 10**6 + (1 + KEPT_SNAPSHOTS) * state_bytes(spec.method(), layout)
     lines = (
         "the run asks this machine for the following:",
         f"run: {spec.run.name}, {rounds}",
@@ -245,6 +283,7 @@ class Consent:
             ModelError, DataError: the run names code or files that the owner has not allowed, this
                 machine's model or tokenizer is not the run's, or the model has another size than
                 the coordinator says.
+            NoRoom: this machine is too small for the run.
             ConsentMissing: there is no terminal to ask on.
             Declined: the owner said no.
         """
@@ -285,6 +324,7 @@ class Consent:
             extra("tokenizers", "the run's tokenizer")
         else:
             self._expect_params(spec, membership.layout)  # the owner is shown this
+        expect_room(needs_of(spec, membership.layout), self.paths.root)
 
     def _expect_params(self, spec: RunSpec, layout: Layout) -> None:
         vocab_size = open_tokenizer(spec, self._allowed).vocab_size

@@ -29,7 +29,8 @@ from atoll.optim.methods import MethodError
 from atoll.optim.ranks import RankReducer
 from atoll.optim.ranks.reducer import Led
 from atoll.optim.reducer import Reducer
-from atoll.peer.daemon.consent import Ask, Consent, disk_bytes, memory_bytes
+from atoll.optim.state.layout import Layout
+from atoll.peer.daemon.consent import Ask, Consent, needs_of
 from atoll.peer.daemon.membership import expect_run
 from atoll.peer.daemon.network import WrongRole, open_peer
 from atoll.peer.daemon.options import PeerOptions
@@ -369,7 +370,7 @@ class Narrator:
         peer.run.reporter.tally.watch(partial(self.on_account, trainer, spec.run.rounds))
         me = f"{name or 'this peer'} ({short(peer.peer_id)})"
         device, peers = trainer.statistics().device, spec.round.min_peers
-        self.tell("info", joined_run(spec, trainer.statistics().params, position))
+        self.tell("info", joined_run(spec, trainer.worker.layout, position))
         if position:
             self.emit("ready", f"{me} trains on {device} after round {position}")
         else:
@@ -426,14 +427,15 @@ class Narrator:
         self._on_event(PeerEvent(kind=kind, position=position, text=text, level=level))
 
 
-def joined_run(spec: RunSpec, params: int, position: int) -> str:
+def joined_run(spec: RunSpec, layout: Layout, position: int) -> str:
     """Return what a peer takes part in, and how much of it is left, as one line."""
-    left, model = spec.run.rounds - position, spec.model.title
+    left, model, needs = spec.run.rounds - position, spec.model.title, needs_of(spec, layout)
     rounds = f"{left} of {spec.run.rounds} rounds left" if spec.run.rounds else "rounds without end"
     return (
-        f"run {spec.run.name}: {model} with {count(params)} parameters, {spec.outer.method} of "
-        f"{spec.outer.inner_steps} steps, data {spec.data.source}, {rounds}; needs about "
-        f"{size(memory_bytes(spec, params))} of memory and {size(disk_bytes(spec, params))} of disk"
+        f"run {spec.run.name}: {model} with {count(layout.numel)} parameters, "
+        f"{spec.outer.method} of {spec.outer.inner_steps} steps, data {spec.data.source}, "
+        f"{rounds}; needs about {size(needs.peer_memory)} of memory and "
+        f"{size(needs.peer_disk)} of disk"
     )
 
 

@@ -37,7 +37,7 @@ from atoll.dht.roster import RecordError
 from atoll.dht.wirecount import WireCounter
 from atoll.optim.log.entry import Elector
 from atoll.optim.log.store import StoreHead
-from atoll.optim.state.outer_state import OuterState
+from atoll.optim.state.outer_state import OuterState, StateGone
 from atoll.peer.daemon.reducer import TrainerProgress
 from atoll.peer.daemon.tally import RoundTally, outcome_of
 from atoll.peer.rounds.context import RoundTrace
@@ -436,7 +436,8 @@ class Reporter:
         if state.position % standing.snapshot_every and not is_last:
             return self._digest
         if self._digest[0] != state.position or not self._digest[1]:
-            self._digest = (state.position, await self._env.compute(state.root))
+            with suppress(StateGone):  # the run has moved on
+                self._digest = (state.position, await self._env.compute(state.root))
         return self._digest
 
 

@@ -32,13 +32,13 @@ from atoll.optim.methods.base import Method
 from atoll.optim.reduction.cells import LENGTH
 from atoll.optim.schedules import Timetable
 from atoll.optim.state.layout import Fragment, Layout, codec_of
-from atoll.peer.lab.resources import Resources, memory_bytes, resources
 from atoll.peer.lab.work import timed
 from atoll.peer.training import models
 from atoll.peer.training.data import load as data
 from atoll.peer.training.hf import lora
 from atoll.peer.training.hf.beginning import with_shape
 from atoll.peer.training.permission import Allowed
+from atoll.peer.training.resources import Resources, Weights, memory_bytes, resources
 from atoll.peer.training.trainer import build_model
 
 # Fitted constants; docs/benchmarks/plan.md describes the measurements and their errors.
@@ -119,8 +119,8 @@ class Prediction:
     steps_per_s: float
     """Inner steps per second, including lost time."""
     memory_bytes: int
-    """Peak host memory of a peer that trains on its processor, without activations and libraries;
-    see `atoll.peer.lab.resources`."""
+    """Peak host memory of a peer that trains on its processor, without activations; see
+    `atoll.peer.training.resources`."""
 
 
 def predict(method: Method, model: nn.Module, setting: Setting, *, inner_steps: int) -> Prediction:
@@ -160,7 +160,7 @@ def predict(method: Method, model: nn.Module, setting: Setting, *, inner_steps: 
         steps_per_s=inner_steps / (window_s + lost_s),
         memory_bytes=memory_bytes(
             method,
-            model,
+            Weights.of(method, model),
             peers=setting.peers,
             bodies=[body_bytes(method, fragment) for fragment in fragments],
         ),
@@ -260,7 +260,8 @@ def needed(spec: RunSpec, model: nn.Module, peers: int) -> Resources:
     """Return the memory and disk that a run needs of each machine."""
     method = spec.method()
     bodies = [body_bytes(method, f) for f in fragments_of(method, Layout.of(model))]
-    return resources(spec, method, model, peers=peers, bodies=bodies)
+    weights = Weights.of(method, model, spec.inner)
+    return resources(spec, method, weights, peers=peers, bodies=bodies)
 
 
 def windows_of(spec: RunSpec, model: nn.Module) -> Timetable:

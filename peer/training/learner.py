@@ -19,13 +19,15 @@ from torch import Tensor, nn
 from atoll.coordinator.run.sections import InnerSection
 from atoll.optim.inner import build
 from atoll.optim.methods.base import InnerName
-from atoll.optim.state import dtensors
+from atoll.optim.state import dtensors, vectors
 from atoll.optim.state.layout import Layout
 from atoll.peer.errors import DeviceError
 from atoll.peer.training import models
 from atoll.peer.training.devices import Device, is_out_of_memory
 from atoll.peer.training.fit import Fit, pieces
 from atoll.peer.training.ranks import OneRank
+
+ALIGNED = 64  # bytes: a multiple of the width of every dtype
 
 _log = logging.getLogger(__name__)
 
@@ -273,7 +275,7 @@ def _put_back(model: nn.Module) -> Iterator[None]:
     """Give a model its values and modes back, whatever happens in between."""
     modes = [(module, module.training) for module in model.modules()]
     held = [*(param for param in model.parameters() if param.requires_grad), *model.buffers()]
-    values = [value.detach().to("cpu", copy=True) for value in held]
+    values = _copies([value.detach() for value in held])
     try:
         yield
     finally:
@@ -282,6 +284,19 @@ def _put_back(model: nn.Module) -> Iterator[None]:
                 value.copy_(before)
         for module, training in modes:
             module.training = training
+
+
+def _copies(values: Sequence[Tensor]) -> list[Tensor]:
+    """Copy tensors to host memory that is used again."""
+    sizes = [-(-value.numel() * value.element_size() // ALIGNED) * ALIGNED for value in values]
+    places = torch.split(vectors.empty(sum(sizes) // 4).view(torch.uint8), sizes)
+    copies = [
+        place[: value.numel() * value.element_size()].view(value.dtype).view(value.shape)
+        for place, value in zip(places, values, strict=True)
+    ]
+    for copy, value in zip(copies, values, strict=True):
+        copy.copy_(value)
+    return copies
 
 
 def _is_compiler_error(error: Exception) -> bool:

@@ -15,10 +15,13 @@ A reader MUST compare the digest before it uses a value, and MUST refuse another
 Errors are `SavedStateError`.
 """
 
+from __future__ import annotations
+
 import hashlib
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -30,6 +33,8 @@ from torch import Tensor
 from atoll.peer.errors import SavedStateError
 
 FORMAT = "atoll-saved-1"
+NO_DIGEST = "0" * 64  # as long as the digest that takes its place
+READ_BYTES = 1 << 18  # hashed at once: the pages are in memory already
 
 DTYPES = {
     torch.float64: "F64",
@@ -62,56 +67,71 @@ def save(path: Path, tree: Mapping[str, Any], *, kind: str, run: str) -> None:
         TypeError: the tree holds a value of another type.
         OSError: the file cannot be written, for example because the disk is full.
     """
-    tensors: dict[str, Tensor] = {}
-    whole = Copied(text=json.dumps(_pack(tree, tensors)), tensors=tensors)
-    write(path, whole, kind=kind, run=run)
+    finish(begin(path, tree, kind=kind, run=run))
 
 
 @dataclass(frozen=True, kw_only=True)
-class Copied:
-    """A tree as it was at one moment, for another thread to write."""
+class Begun:
+    """A tree as it was at one moment, in a file that lacks its digest and its name."""
 
-    text: str
-    """the tree as JSON, without its tensors"""
-    tensors: Mapping[str, Tensor]
+    path: Path
+    """the name to come"""
+    partial: Path
+    metadata: Mapping[str, str]
+    tensors: Mapping[str, _InFile]
     """by name"""
+    digest_at: int
+    """where the digest goes, in bytes from the beginning"""
 
 
-def copied(tree: Mapping[str, Any], *, constant: Sequence[Tensor] = ()) -> Copied:
-    """Copy a tree to the CPU.
+@dataclass(frozen=True, kw_only=True)
+class _InFile:
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    start: int
+    """in bytes from the beginning of the file"""
+    stop: int
 
-    Args:
-        tree: tree to copy, as `save` takes it.
-        constant: tensors of the tree on the CPU that nobody ever changes; they are not copied.
 
-    Raises:
-        TypeError: the tree holds a value of another type.
+def begin(path: Path, tree: Mapping[str, Any], *, kind: str, run: str) -> Begun:
+    """Write a tree as `save` does, but for its digest, which `finish` computes from the file.
+
+    The system takes the bytes as fast as memory does, and writes them to the disk when it wants:
+    so a copy of the tree takes none of this process's memory. What raises leaves no file.
     """
     tensors: dict[str, Tensor] = {}
-    text = json.dumps(_pack(tree, tensors))
-    kept = {id(tensor) for tensor in constant}
-    for name, tensor in tensors.items():
-        if id(tensor) not in kept:
-            tensors[name] = tensor.detach().to("cpu", copy=True).contiguous()
-    return Copied(text=text, tensors=tensors)
-
-
-def write(path: Path, copy: Copied, *, kind: str, run: str) -> None:
-    """Write a copy as `save` does; raise OSError if that is not possible."""
-    metadata = {"format": FORMAT, "kind": kind, "run": run, "tree": copy.text}
-    metadata["sha256"] = _digest(metadata, copy.tensors)
+    metadata = {"format": FORMAT, "kind": kind, "run": run}
+    metadata["tree"] = json.dumps(_pack(tree, tensors))
     partial = path.with_name(path.name + ".partial")
-    try:
-        with partial.open("wb") as file:
-            _write(file, metadata, copy.tensors)
+    with _no_partial(path, partial), partial.open("wb") as file:
+        places, digest_at = _write(file, metadata, tensors)
+    return Begun(path=path, partial=partial, metadata=metadata, tensors=places, digest_at=digest_at)
+
+
+def finish(begun: Begun) -> None:
+    """Give what `begin` wrote its digest and its name, in any thread; raise OSError as `save`."""
+    with _no_partial(begun.path, begun.partial):
+        with begun.partial.open("r+b") as file:
+            digest = _digest_of_file(begun.metadata, begun.tensors, file)
+            file.seek(begun.digest_at)
+            file.write(digest.encode())
             file.flush()
             os.fsync(file.fileno())
-        partial.replace(path)
+        begun.partial.replace(begun.path)
+        _sync(begun.path.parent)  # the folder holds the name
+
+
+@contextmanager
+def _no_partial(path: Path, partial: Path) -> Iterator[None]:
+    """Leave no file behind if something fails; name the file that was to be written."""
+    try:
+        yield
     except OSError as error:
-        raise type(error)(error.errno, error.strerror, str(path)) from None
-    finally:
         partial.unlink(missing_ok=True)
-    _sync(path.parent)  # the folder holds the name
+        raise type(error)(error.errno, error.strerror, str(path)) from None
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
 
 
 def load(path: Path, *, kind: str, run: str) -> dict[str, Any]:
@@ -148,13 +168,16 @@ def _read(path: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
         raise SavedStateError(f"{path} is damaged ({error}); move it away") from error
 
 
-def _write(file: BinaryIO, metadata: Mapping[str, str], tensors: Mapping[str, Tensor]) -> None:
+def _write(
+    file: BinaryIO, metadata: Mapping[str, str], tensors: Mapping[str, Tensor]
+) -> tuple[dict[str, _InFile], int]:
     """Write a safetensors file, a tensor at a time: the library makes bytes of all of them first.
 
-    The widest values come first, so that each tensor is aligned.
+    The widest values come first, so that each tensor is aligned. Return where the tensors lie, and
+    where the digest has to be put.
     """
     names = sorted(tensors, key=lambda name: (-tensors[name].element_size(), int(name)))
-    header: dict[str, Any] = {"__metadata__": dict(metadata)}
+    header: dict[str, Any] = {"__metadata__": {**metadata, "sha256": NO_DIGEST}}
     end = 0
     for name in names:
         start, end = end, end + tensors[name].numel() * tensors[name].element_size()
@@ -165,9 +188,23 @@ def _write(file: BinaryIO, metadata: Mapping[str, str], tensors: Mapping[str, Te
         }
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    file.write(len(text).to_bytes(8, "little") + text)
+    length = len(text).to_bytes(8, "little")
+    file.write(length + text)
     for name in names:
         file.write(_raw(tensors[name]))
+    before = len(length) + len(text)
+    places = {
+        name: _InFile(
+            dtype=tensors[name].dtype,
+            shape=tuple(tensors[name].shape),
+            start=before + header[name]["data_offsets"][0],
+            stop=before + header[name]["data_offsets"][1],
+        )
+        for name in names
+    }
+    # Quotes within the tree are escaped, so this is found nowhere else.
+    mark = b'"sha256":"'
+    return places, len(length) + text.index(mark + NO_DIGEST.encode()) + len(mark)
 
 
 def _raw(tensor: Tensor) -> memoryview:
@@ -177,14 +214,32 @@ def _raw(tensor: Tensor) -> memoryview:
 
 
 def _digest(metadata: Mapping[str, str], tensors: Mapping[str, Tensor]) -> str:
-    digest = hashlib.sha256()
-    for name in ("kind", "run", "tree"):
-        digest.update(f"{name}={metadata.get(name)}\n".encode())
+    digest = _digest_begun(metadata)
     for name in sorted(tensors, key=int):
         tensor = tensors[name]
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
         digest.update(_raw(tensor))
     return digest.hexdigest()
+
+
+def _digest_of_file(
+    metadata: Mapping[str, str], places: Mapping[str, _InFile], file: BinaryIO
+) -> str:
+    digest = _digest_begun(metadata)
+    for name in sorted(places, key=int):
+        place = places[name]
+        digest.update(f"{name} {place.dtype} {place.shape}\n".encode())
+        file.seek(place.start)
+        for at in range(place.start, place.stop, READ_BYTES):
+            digest.update(file.read(min(READ_BYTES, place.stop - at)))
+    return digest.hexdigest()
+
+
+def _digest_begun(metadata: Mapping[str, str]) -> hashlib._Hash:
+    digest = hashlib.sha256()
+    for name in ("kind", "run", "tree"):
+        digest.update(f"{name}={metadata.get(name)}\n".encode())
+    return digest
 
 
 def _sync(path: Path) -> None:

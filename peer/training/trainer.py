@@ -561,18 +561,17 @@ class Trainer:
             self._begin_save(path)
 
     def _begin_save(self, path: Path) -> None:
-        """Copy the state; another thread writes it while training goes on."""
+        """Write the state; another thread brings it to the disk while training goes on."""
         began_s = self.options.clock()
-        state, run = self.state_dict(), self.spec.digest()
+        state = self.state_dict()
         if self._ranks.leads:
-            # A commit replaces the synced parameters, and changes none.
-            copy = saved.copied(state, constant=[state["worker"]["synced_N"]])
-            self._saving = self._writer.submit(self._write, path, copy, run, began_s)
+            begun = saved.begin(path, state, kind="trainer", run=self.spec.digest())
+            self._saving = self._writer.submit(self._finish, begun, began_s)
         self._saved_at_s = self.options.clock()
         self._save_s += self._saved_at_s - began_s
 
-    def _write(self, path: Path, copy: saved.Copied, run: str, began_s: float) -> None:
-        saved.write(path, copy, kind="trainer", run=run)
+    def _finish(self, begun: saved.Begun, began_s: float) -> None:
+        saved.finish(begun)
         self._save_after_s = (self.options.clock() - began_s) / SAVE_SHARE
 
     def _end_save(self) -> None:
@@ -795,7 +794,9 @@ def first_state(spec: RunSpec, allowed: Allowed, *, own_loop: bool = False) -> O
     vocab_size = open_tokenizer(spec, allowed).vocab_size
     model = build_model(spec, vocab_size, allowed, own_loop=own_loop, is_first=True)
     layout = Layout.of(model)
-    return spec.method().genesis(layout, layout.flatten(model))
+    params_N = layout.flatten(model)
+    del model  # of a large one, as much again as the vector
+    return spec.method().genesis(layout, params_N)
 
 
 def expect_params(spec: RunSpec, vocab_size: int, claimed: int) -> None:

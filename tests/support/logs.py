@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import UserDict
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -59,6 +60,25 @@ def take(replica: Replica, swarm: kit.Swarm, **changes: Any) -> Entry:
     return entry
 
 
+class States(UserDict[int, OuterState]):
+    """States by position, each a copy: a replica overwrites the one that it is given."""
+
+    def __setitem__(self, position: int, state: OuterState) -> None:
+        super().__setitem__(position, _copy(state))
+
+    def __getitem__(self, position: int) -> OuterState:
+        return _copy(super().__getitem__(position))
+
+
+def _copy(state: OuterState) -> OuterState:
+    return OuterState(
+        layout=state.layout,
+        position=state.position,
+        params_N=state.params_N.clone(),
+        memory_M=state.memory_M.clone(),
+    )
+
+
 class Log:
     """A log that grows; `whole` follows all of it."""
 
@@ -68,7 +88,7 @@ class Log:
         self.folder, self.swarm, self.keys, self.run_id = folder, swarm, keys, run_id
         self.whole = self.open("whole")
         self.whole.open_epoch(swarm.electors(), keys.sign)
-        self.states: dict[int, OuterState] = {0: self.whole.state}
+        self.states = States({0: self.whole.state})
         self.entries: list[tuple[Claim, bytes]] = []
 
     def open(self, name: str, *, is_ledger: bool = True) -> Replica:

@@ -26,6 +26,8 @@ from atoll.optim.log.entry import (
     verify_claims,
 )
 from atoll.optim.log.replica import LiveReplica, NotNext, Replica
+from atoll.optim.reduction.cells import Cells, UpdateError
+from atoll.optim.state.outer_state import OuterState
 from support import kit
 from support.logs import RUN, Log, encoded, open_replica, take
 
@@ -493,10 +495,10 @@ def test_an_entry_counts_while_its_snapshot_is_written(tmp_path: Path) -> None:
     begun, hold = threading.Event(), threading.Event()
     write = core.store.write_snapshot
 
-    def held(*arguments: Any) -> Any:
+    def held(*arguments: Any, **options: Any) -> Any:
         begun.set()
         assert hold.wait(20.0)
-        return write(*arguments)
+        return write(*arguments, **options)
 
     core.store.write_snapshot = held  # type: ignore[method-assign]
 
@@ -556,3 +558,68 @@ def test_an_older_epoch_changes_nothing(reopen: Open, swarm: kit.Swarm) -> None:
     before = replica.standing
     assert replica.adopt(older)
     assert replica.standing is before
+
+
+# Memory: the next state takes the place of the one before
+
+
+def test_a_peer_keeps_the_parameters_before_and_a_ledger_neither(tmp_path: Path) -> None:
+    for is_ledger in (True, False):
+        replica = open_replica(tmp_path / str(is_ledger), KEYS, is_ledger=is_ledger)
+        swarm = kit.Swarm()
+        replica.open_epoch(swarm.electors(), KEYS.sign)
+        before, params_N = replica.state, replica.state.params_N.clone()
+        take(replica, swarm)
+        assert replica.state.memory_M.data_ptr() == before.memory_M.data_ptr()
+        assert before.params_N.equal(params_N) is not is_ledger
+
+
+def test_a_state_that_is_read_is_not_overwritten(tmp_path: Path) -> None:
+    replica, swarm = open_replica(tmp_path, KEYS), kit.Swarm()
+    replica.open_epoch(swarm.electors(), KEYS.sign)
+    with replica.state.kept():
+        before, root = replica.state, replica.state.root()
+        take(replica, swarm)
+        again = OuterState.genesis(before.layout, before.params_N, before.memory_M)
+        assert again.root() == root
+
+
+def test_a_disk_that_takes_no_more_leaves_the_state(
+    reopen: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    replica, swarm = reopen(), kit.Swarm()
+    replica.open_epoch(swarm.electors(), KEYS.sign)
+    before = OuterState.genesis(
+        replica.layout, replica.state.params_N.clone(), replica.state.memory_M.clone()
+    )
+
+    def full(**_: Any) -> bool:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(replica.store, "append", full)
+        with pytest.raises(OSError, match="No space"):
+            take(replica, swarm)
+    assert (replica.position, replica.state.root()) == (0, before.root())
+    take(replica, swarm)
+    assert replica.position == replica.state.position == 1
+
+
+def test_a_ledger_whose_update_does_not_decode_halfway_takes_its_snapshot(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    replica, swarm = open_replica(tmp_path, KEYS), kit.Swarm()
+    replica.open_epoch(swarm.electors(), KEYS.sign)
+    take(replica, swarm)
+    decode_by_runs = Cells.decode_by_runs
+
+    def broken(cells: Cells, *args: Any) -> Iterator[Any]:
+        yield from decode_by_runs(cells, *args)
+        raise UpdateError("chunk 1: flipped in memory")
+
+    monkeypatch.setattr(Cells, "decode_by_runs", broken)
+    take(replica, swarm)
+    assert "flipped in memory" in replica.diverged
+    assert replica.position == 2  # the log goes on
+    assert replica.state.position == 0
+    assert replica.state.root() == kit.genesis().root()

@@ -5,13 +5,17 @@ import contextlib
 import json
 import os
 import pty
+import shutil
 import stat
 import subprocess
 import sys
 import threading
 import time
+from types import SimpleNamespace
 
+import psutil
 import pytest
+import torch
 
 from atoll.coordinator.run.spec import RunSpec
 from atoll.optim.state.layout import Layout
@@ -21,6 +25,8 @@ from atoll.peer.daemon.consent import (
     Consent,
     ConsentMissing,
     Declined,
+    NoRoom,
+    needs_of,
     request_of,
     round_bytes,
 )
@@ -77,11 +83,41 @@ def test_the_owner_sees_what_the_run_asks_for(tmp_path):
         "data: the source code of Python's standard library, on this machine",
         "tokenizer: bytes, built in",
         "method: diloco, 30 steps a round",
-        "memory: about 986 MB, and that of the model's activations",
-        "disk: about 984 MB",
+        "memory: about 1.13 GB, of which a GPU takes 172 MB, and that of the model's activations",
+        "disk: about 1.07 GB, and 300 MB free beside it",
         "traffic: about 21.8 MB each way per round of 30 steps; 31.4 GB a day at one round a "
         "minute",
     ]
+
+
+def test_a_run_that_cannot_fit_is_refused_before_the_owner_is_asked(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
+    owner, run = Owner(tmp_path), membership_of(model={"preset": "mini"})
+    needs = needs_of(run.spec, run.layout)
+    there = SimpleNamespace(total=needs.peer_memory - 1)
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: there)
+    with pytest.raises(NoRoom, match="of memory, and this machine has"):
+        owner.admit(run)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)  # that takes a part of it
+    disk = SimpleNamespace(free=needs.peer_disk + needs.peer_disk_free - 100)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: disk)
+    with pytest.raises(NoRoom, match="of disk, and"):
+        owner.admit(run)
+    assert owner.asked == 0
+    (tmp_path / "log").mkdir()
+    (tmp_path / "log" / "log.sqlite").write_bytes(bytes(100))  # what is there is its own
+    owner.admit(run)
+    assert owner.asked == 1
+
+
+def test_what_is_asked_for_is_what_the_plan_says():
+    for method in ("diloco", "sparseloco", "streaming(count=2)"):
+        spec = RunSpec.from_dict({"outer": {"method": method}, "model": {"preset": "mini"}})
+        model = plan.bare_model(spec)
+        own, planned = needs_of(spec, Layout.of(model)), plan.needed(spec, model, 2)
+        assert own.peer_memory == pytest.approx(planned.peer_memory, rel=0.01)
+        assert own.peer_disk == pytest.approx(planned.peer_disk, rel=0.01)
 
 
 def test_a_custom_model_and_the_owners_files_are_shown_as_such():

@@ -52,13 +52,13 @@ def test_the_owner_is_told_of_the_weights(kit, base):
     plain = request_of(run_of(kit, base), layout).lines
     model = next(line for line in plain if line.startswith("model: "))
     assert f"Llama family, built in; begins with the weights {base} (SHA-256 " in model
-    folder = base.with_name("wide")  # 7.7M values beneath, 8 bytes each
+    folder = base.with_name("wide")  # 7.7M values beneath, 4 bytes each
     write_folder(folder, dataclasses.replace(SHAPE, num_layers=1, ffn_dim=80_000))
     adapted = request_of(run_of(kit, folder, lora={"rank": 2}), layout).lines
     assert any("only adapters of rank 2 are trained, on your copy" in line for line in adapted)
     told = [next(each for each in lines if "memory: " in each) for lines in (plain, adapted)]
-    assert told[0].startswith("memory: about 636 MB")
-    assert told[1].startswith("memory: about 698 MB")
+    assert told[0].startswith("memory: about 642 MB")
+    assert told[1].startswith("memory: about 673 MB")
 
 
 def test_a_peer_without_the_weights_beneath_adapters_is_refused(organise, kit, start, base):

@@ -8,6 +8,7 @@ import pytest
 from atoll.coordinator.run.outcome import WORDS, Outcome
 from atoll.coordinator.run.spec import RunSpec
 from atoll.dht.refusals import RefusalCode
+from atoll.optim.state.layout import Layout
 from atoll.peer.cli.peer import _as_json
 from atoll.peer.daemon.process import PeerEvent, joined_run
 from atoll.peer.daemon.tally import RoundTally, outcome_of
@@ -84,10 +85,10 @@ def test_each_outcome_has_words():
 
 def test_what_a_peer_joins_is_one_line():
     spec = RunSpec.from_dict({"run": {"name": "big", "rounds": 200}})
-    line = joined_run(spec, 934_848, 150)
+    line = joined_run(spec, Layout(names=("w",), shapes=((934_848,),)), 150)
     assert line.startswith("run big: nano with 935k parameters, diloco of 30 steps")
     assert "50 of 200 rounds left" in line
-    assert line.endswith("needs about 634 MB of memory and 553 MB of disk")
+    assert line.endswith("needs about 637 MB of memory and 561 MB of disk")
 
 
 def test_a_round_is_fields_and_not_only_a_sentence(capsys):

@@ -391,13 +391,13 @@ class Ticks:
 
 def test_training_goes_on_while_a_save_is_written(corpus, tmp_path, monkeypatch):
     path, written = tmp_path / "state", threading.Event()
-    write = saved.write
+    finish = saved.finish
 
-    def slow(*args, **options):
+    def slow(begun):
         assert written.wait(30)
-        write(*args, **options)
+        finish(begun)
 
-    monkeypatch.setattr(saved, "write", slow)
+    monkeypatch.setattr(saved, "finish", slow)
     trainer = make(corpus, make_spec(run={"rounds": 0}), state_path=path, save_every_s=0.0)
     thread = threading.Thread(target=trainer.run)
     thread.start()
@@ -653,8 +653,8 @@ def test_validation_and_saving_stay_within_their_budgets(corpus, tmp_path, monke
     )
     trainer.learner.gradient = taking(2.0, learner.Gradient(loss=1.0, norm=1.0))
     trainer.evaluate = taking(5.0, 2.0)
-    monkeypatch.setattr(saved, "copied", taking(4.0, None))
-    monkeypatch.setattr(saved, "write", taking(6.0, None))
+    monkeypatch.setattr(saved, "begin", taking(4.0, None))
+    monkeypatch.setattr(saved, "finish", taking(6.0, None))
     counted = {"validations": set(), "saves": 0}
     for _ in range(1500):
         trainer.step()

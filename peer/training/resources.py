@@ -1,0 +1,168 @@
+"""Memory and disk that a run needs on a peer's machine and on the coordinator's.
+
+Counted are the model-sized vectors, files and bodies that exist at once; scripts/bench_sizes.py
+compares that with what processes take (docs/benchmarks/sizes.md). Activations are not counted.
+
+# N parameters that are trained, S positions between two snapshots
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+from atoll.coordinator.run.sections import InnerSection
+from atoll.coordinator.run.spec import RunSpec
+from atoll.optim.inner import muon_groups
+from atoll.optim.log.store import KEPT_SNAPSHOTS
+from atoll.optim.methods.base import Method
+from atoll.optim.state.layout import Layout
+
+LEDGER_SNAPSHOTS = 2  # that a coordinator keeps beside the first state, which stays everywhere
+# In memory: own frames, packed, and as messages; those that came, and those of the own part; parts,
+# the body that is joined of them, and the parts before.
+PEER_BODIES = 8
+LEDGER_BODIES = 2  # of an entry in memory: as it comes, and as a whole
+FP32 = 4  # bytes of a value
+# Measured with the smallest model, libraries included, which other processes may share.
+PEER_PROCESS_BYTES = 590 * 10**6
+LEDGER_PROCESS_BYTES = 450 * 10**6
+
+
+@dataclass(frozen=True, kw_only=True)
+class Weights:
+    """The sizes of a model that count."""
+
+    layout: Layout
+    """of the parameters that are trained"""
+    moment_bytes: int
+    """of the inner optimizer"""
+    frozen: int = 0
+    """parameters that are not trained, as those beneath adapters"""
+
+    @classmethod
+    def of(cls, method: Method, model: nn.Module, inner: InnerSection | None = None) -> Weights:
+        """Return those of a model, maybe on the meta device; without `inner`, moments are fp32."""
+        layout = Layout.of(model)
+        moments = moments_of(method, layout)
+        if method.inner == "muon":
+            groups = muon_groups(model, weight_decay=0.0)
+            of_muon = [group["params"] for group in groups if group["kind"] == "muon"]
+            moments -= sum(param.numel() for params in of_muon for param in params)
+        return cls(
+            layout=layout,
+            moment_bytes=FP32 * moments if inner is None else moment_bytes(inner, moments),
+            frozen=sum(p.numel() for p in model.parameters() if not p.requires_grad),
+        )
+
+
+def moment_bytes(inner: InnerSection, moments: int) -> int:
+    """Return the bytes of so many values of the inner optimizer."""
+    return moments * (1 if inner.state == "8bit" else FP32)
+
+
+def moments_of(method: Method, layout: Layout) -> int:
+    """Return the most values that a method's inner optimizer keeps for such a model."""
+    return {"adamw": 2, "muon": 2, "lion": 1, "sgd": 0}[method.inner] * layout.numel
+
+
+@dataclass(frozen=True, kw_only=True)
+class Resources:
+    """Bytes that a run needs of its machines at the peak."""
+
+    peer_memory: int
+    """Host memory of a peer that trains on its processor."""
+    inner_memory: int
+    """Model, gradients and inner state in it: on the GPU of a peer that has one."""
+    coordinator_memory: int
+    peer_disk: int
+    """Kept by a peer."""
+    peer_disk_free: int
+    """Needed beside that: files are written whole before they replace the old."""
+    coordinator_disk: int
+    """Kept by the coordinator, with all its checkpoints but without updates."""
+    coordinator_disk_free: int
+    coordinator_disk_a_round: int
+    """Added by each round: the coordinator keeps every update."""
+
+
+def resources(
+    spec: RunSpec, method: Method, weights: Weights, *, peers: int, bodies: Sequence[int]
+) -> Resources:
+    """Return what a run needs.
+
+    Args:
+        spec: the run's, of which intervals and limits count.
+        method: the method with its codec, perhaps another one than the run's.
+        weights: of the model.
+        peers: members of a round.
+        bodies: bytes of the update of each fragment.
+    """
+    every, state = spec.round.snapshot_every, state_bytes(method, weights.layout)
+    # A peer keeps the updates since the oldest of its snapshots, whatever its budget says.
+    needed = KEPT_SNAPSHOTS * every * sum(bodies) // len(bodies)
+    checkpoints = max(1, spec.coordinator.keep_checkpoints)
+    return Resources(
+        peer_memory=memory_bytes(method, weights, peers=peers, bodies=bodies),
+        inner_memory=inner_bytes(weights),
+        coordinator_memory=ledger_bytes(method, weights.layout, peers=peers, bodies=bodies),
+        peer_disk=(1 + KEPT_SNAPSHOTS) * state
+        + saved_bytes(method, weights)
+        + max(needed, 1_000_000 * spec.round.log_mb),
+        peer_disk_free=state + saved_bytes(method, weights),
+        coordinator_disk=(1 + LEDGER_SNAPSHOTS + checkpoints) * state,
+        coordinator_disk_free=2 * state,
+        coordinator_disk_a_round=sum(bodies),
+    )
+
+
+def memory_bytes(method: Method, weights: Weights, *, peers: int, bodies: Sequence[int]) -> int:
+    """Return the bytes of a peer that applies a round's result, which is when it takes the most.
+
+    Beside the inner state there are the common state, the update, in whose place the next
+    parameters are put, room for that of a round that began again, the residual, its change, and
+    the loss of the part that the peer owns. A worker that does not wait keeps what it handed in,
+    and others what their method needs. Where an update does not lie in the order of the parameters,
+    or their memory is shared, they take memory of their own.
+    """
+    numel, state = weights.layout.numel, state_bytes(method, weights.layout)
+    vectors = 2.0 + method.window_vectors
+    vectors += 2 + 1 / max(1, peers) if method.residual > 0 else 0
+    vectors += 1 if method.rank else 0  # the input of the factors
+    vectors += 1 if method.hidden_steps(1) or method.reduction == "pairs" else 0
+    beside = 0 if _is_overwritten(method) else state
+    frames = (peers if method.reduction == "gather" else PEER_BODIES) * sum(bodies)
+    vector_bytes = round(FP32 * numel * vectors) + state + beside
+    return PEER_PROCESS_BYTES + inner_bytes(weights) + vector_bytes + frames
+
+
+def ledger_bytes(method: Method, layout: Layout, *, peers: int, bodies: Sequence[int]) -> int:
+    """Return the bytes of a coordinator that applies an entry."""
+    state = state_bytes(method, layout)
+    copies = LEDGER_BODIES * (peers if method.reduction == "gather" else 1)
+    # An update that moves each value apart is applied while it is decoded, in place.
+    beside = 0 if _is_overwritten(method) else state + FP32 * layout.numel
+    return LEDGER_PROCESS_BYTES + state + beside + copies * max(bodies)
+
+
+def _is_overwritten(method: Method) -> bool:
+    """Return whether the next state takes the memory of the one before."""
+    return method.moves_values_apart and not method.rank
+
+
+def inner_bytes(weights: Weights) -> int:
+    """Return the bytes of parameters, gradients and inner optimizer, and of frozen parameters."""
+    return FP32 * (2 * weights.layout.numel + weights.frozen) + weights.moment_bytes
+
+
+def saved_bytes(method: Method, weights: Weights) -> int:
+    """Return the bytes that a peer saves: parameters, inner optimizer, synced and residual."""
+    vectors = 2 + (1 if method.residual > 0 else 0)
+    return FP32 * vectors * weights.layout.numel + weights.moment_bytes
+
+
+def state_bytes(method: Method, layout: Layout) -> int:
+    """Return the bytes of the common state: parameters, and the outer step's memory."""
+    return FP32 * (layout.numel + method.memory_numel(layout))

@@ -125,7 +125,12 @@ class FailedLeaders:
     @property
     def is_empty(self) -> bool:
         """Return whether no leader is passed over."""
-        return not self._failed_at and not self._left_at
+        return not self.passed_over
+
+    @property
+    def passed_over(self) -> frozenset[str]:
+        """Return the PeerIDs of the leaders that are passed over."""
+        return frozenset({*self._failed_at, *self._left_at})
 
     def leave(self, leader: str, position: int) -> None:
         """Pass over a leader that leaves this peer out (`Omissions`)."""

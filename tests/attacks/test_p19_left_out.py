@@ -33,10 +33,8 @@ def test_a_leader_that_leaves_members_out_is_shown_and_loses_them(tmp_path, monk
         at = max(p.replica.position for p in peers) + 1
 
         def passed_over():
-            return all(
-                not peer.ctx.failed.is_empty and liar.identity.peer_id in peer.ctx.failed._left_at
-                for peer in honest[:victims]
-            )
+            name = liar.identity.peer_id
+            return all(name in peer.ctx.failed.passed_over for peer in honest[:victims])
 
         await swarm.until(passed_over, timeout_s=900.0)
         for peer in honest[:victims]:

@@ -104,6 +104,7 @@ def request_of(
         f"data: {_data(own, is_own=data is not None)}",
         f"tokenizer: {_sent_tokenizer(spec) if is_sent else _tokenizer(own)}",
         f"method: {spec.outer.method}, {spec.outer.inner_steps} steps a round",
+        *filter(None, [spec.unbounded]),
         f"memory: about {size(memory_bytes(spec, layout.numel))}, and that of the model's "
         "activations",
         f"disk: about {size(disk_bytes(spec, layout.numel))}",

@@ -293,7 +293,7 @@ class Holdings:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Reported:
+class Reporting:
     """A session of a contribution with the leader of a term."""
 
     leader: str
@@ -410,7 +410,7 @@ class Context(PeerContext):
         if not self.omissions.is_empty:
             self.omissions.included(self._leader_of(entry, term))
 
-    def note_omitted(self, entry: Entry, term: int, reported: Reported) -> None:
+    def note_omitted(self, entry: Entry, term: int, reported: Reporting) -> None:
         """Note and report that a leader decided without this peer, which had reported to it."""
         leader = self._leader_of(entry, term)
         if leader != reported.leader:

@@ -43,7 +43,7 @@ from atoll.peer.rounds.consensus.dissemination import Seat, group_of, own_deadli
 from atoll.peer.rounds.consensus.leader import Leading
 from atoll.peer.rounds.consensus.round import Place, leader_of
 from atoll.peer.rounds.consensus.voter import Voter
-from atoll.peer.rounds.context import AttemptFailed, Context, Reported, failure_key
+from atoll.peer.rounds.context import AttemptFailed, Context, Reporting, failure_key
 from atoll.peer.rounds.messages import (
     ALIVE,
     GONE,
@@ -493,7 +493,7 @@ class Pending:
     exchange: Exchange | None = None
     failed: Failed | None = None
     """how the last session with a leader ended; None while there is a group, or before"""
-    reported: dict[int, Reported] = field(default_factory=dict)
+    reported: dict[int, Reporting] = field(default_factory=dict)
     """by term, the sessions with leaders; only the last one can go on"""
 
     def end_sessions(self) -> None:
@@ -658,7 +658,7 @@ class Flight:
             connect_s = CONNECT_STALLS * self._ctx.settings.stall_s
             stream = await self._ctx.transport.open(leader, "round", timeout_s=connect_s)
         self._stream = stream
-        self.pending.reported[term] = Reported(leader=leader, since=self._ctx.now())
+        self.pending.reported[term] = Reporting(leader=leader, since=self._ctx.now())
         try:
             ready = self._ready(term)
             frames = self.pending.window.offer.frames

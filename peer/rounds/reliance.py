@@ -139,7 +139,8 @@ class FailedLeaders:
     def is_new(self, position: int) -> bool:
         """Return whether others may pass over leaders that failed before this peer was here."""
         if self.began_at is None:
-            self.began_at = position
+            # Nobody failed before the first entry of a run.
+            self.began_at = position or -SKIPPED_POSITIONS - 1
         return position <= self.began_at + SKIPPED_POSITIONS
 
     def note(
@@ -169,7 +170,7 @@ class FailedLeaders:
         order, skipped = _order(electorate, position), self.skipped(electorate, position)
         waited = [each for each in range(first_term, term) if each not in skipped][:over]
         for each in [*range(min(first_term, term)), *waited]:
-            if each < len(order) and each not in skipped:
+            if each < len(order):
                 self._failed_at[order[each]] = position
         if not order:
             return

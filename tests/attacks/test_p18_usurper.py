@@ -5,7 +5,6 @@ import asyncio
 from atoll.optim.log.entry import Certificate
 from atoll.peer.rounds.consensus.leader import leader_of
 from atoll.peer.rounds.consensus.round import term_of
-from atoll.peer.rounds.reliance import SKIPPED_POSITIONS
 from support import attackers
 from support.swarm import reached, run_swarm
 
@@ -28,8 +27,6 @@ def test_leaders_whose_terms_a_liar_ends_are_not_passed_over(tmp_path, monkeypat
         peers = await swarm.start(4)
         await swarm.until(lambda: reached(peers, 3))
         *honest, liar = peers
-        for peer in honest:  # as if they had been here for longer
-            peer.ctx.failed.began_at = -SKIPPED_POSITIONS - 1
         at = max(p.replica.position for p in peers) + 1
         with monkeypatch.context() as patch:
             attackers.usurp(patch, liar)

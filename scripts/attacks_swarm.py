@@ -215,6 +215,38 @@ async def _p14(scene: Scene) -> None:
         await scene.let_join(lambda: tasks.spawn(hog()))
 
 
+def _p15(scene: Scene) -> None:
+    for liar in scene.peers[-2:]:
+        greedy.shrink(scene.patch, liar)
+
+
+def kept(scene: Scene) -> str:
+    """Return what the honest half's contributions kept of their norms, at least."""
+    honest = {peer.identity.peer_id for peer in scene.peers[:-2]}
+    members = [m for entry in decided(scene) for m in entry.members if m.peer_id in honest]
+    least = min((m.clip for m in members), default=1.0)
+    return f"honest contributions keep {least:.1g} of their norms at least"
+
+
+def _p19(scene: Scene) -> None:
+    others = {peer.identity.peer_id for peer in scene.peers[:-1]}
+    attackers.leave_out(scene.patch, scene.liar.ctx.me, others)
+
+
+def led(scene: Scene) -> str:
+    """Return how many entries have no honest member, and whether honest leaders are passed over."""
+    entries, mine = decided(scene), scene.liar.identity.peer_id
+    alone = sum({m.peer_id for m in entry.members} == {mine} for entry in entries)
+    honest = scene.peers[:-1]
+    names = {peer.identity.peer_id for peer in honest}
+    wrong = sum(bool(names & peer.ctx.failed.passed_over) for peer in honest)
+    left = sum(mine in peer.ctx.failed.passed_over for peer in honest)
+    return (
+        f"{alone} of {len(entries)} rounds are its own alone; in the end {left} of {len(honest)} "
+        f"peers pass it over, and {wrong} an honest leader"
+    )
+
+
 def _c4(scene: Scene) -> None:
     honest = scene.peers[:-1]
     attackers.evict(scene.patch, honest, scene.liar)
@@ -309,6 +341,17 @@ ATTACKS: dict[str, Attack] = {
         what="a member says that it is ready, and never reports",
         begin=lambda scene: attackers.never_report(scene.patch, scene.liar.ctx.me),
     ),
+    "p15": Attack(
+        what="two members of four declare norms of 1e-30, and send as little",
+        begin=_p15,
+        saw=kept,
+    ),
+    "p18": Attack(
+        what="an elector ends the terms of other leaders, and decides its own work alone",
+        begin=lambda scene: attackers.usurp(scene.patch, scene.liar),
+        saw=led,
+    ),
+    "p19": Attack(what="a leader leaves all others out of its groups", begin=_p19, saw=led),
     "random": Attack(what="an elector lies at random (seed 2)", begin=lambda scene: None),
 }
 """By name; the liar at random takes over its peer before the run starts."""

@@ -195,6 +195,14 @@ class RunSpec(Section):
         """Tokens of one peer's inner step."""
         return self.inner.batch_size * self.inner.grad_accumulation * self.data.seq_len
 
+    @property
+    def unbounded(self) -> str:
+        """Return a warning if a single member may send an update of any norm; else nothing."""
+        method = self.method()
+        if method.clip_at:
+            return ""
+        return f"{method.name} does not bound the norms of updates: run it with people you know"
+
     def method(self) -> methods.Method:
         """Return the outer method with all of its options.
 

@@ -179,13 +179,15 @@ def _evened(side: Side, other: Side) -> Side:
 
 
 def _clipped(sides: Sequence[Side], at: float) -> list[Tensor]:
-    """The pseudo-gradients, none of them longer a step than `at` times the shorter one's."""
+    """The pseudo-gradients, the partner's no longer a step than `at` times one's own, the first.
+
+    One's own is whole: next to nothing of a partner would otherwise clip it to next to nothing.
+    """
     deltas = [side.delta_N for side in sides]
-    if not at:
-        return deltas
     norms = [float(delta_N.norm()) for delta_N in deltas]
-    factors = clip_factors(norms, [max(1, side.steps) for side in sides], at=at)
-    return [delta_N * factor for delta_N, factor in zip(deltas, factors, strict=True)]
+    _, *factors = clip_factors(norms, [max(1, side.steps) for side in sides], at=at)
+    theirs = [delta_N * factor for delta_N, factor in zip(deltas[1:], factors, strict=True)]
+    return [deltas[0], *theirs]
 
 
 def _mean(vectors: Sequence[Tensor], weights: Sequence[float]) -> Tensor:

@@ -26,9 +26,9 @@ from atoll.optim.reducer import Commit, Contribution, Residual
 from atoll.optim.reduction.cells import Cells, Term, body_of
 from atoll.optim.reduction.contribution import (
     Offer,
-    cap_shares,
+    admitted_clips,
     cap_weights,
-    clip_factors,
+    carried_norm,
     work_weight,
 )
 from atoll.optim.reduction.lowrank import Factors, LowRankCells
@@ -95,6 +95,8 @@ class WithFeedback(Reduction):
     def __init__(self, method: Method, layout: Layout, fragment: Fragment, size: int) -> None:
         super().__init__(method, layout, fragment, size)
         self.feedback: list[Residual] = [residual_of(method, fragment) for _ in range(size)]
+        self.carried = 0.0
+        """the norm that bounds clip factors from below, as entries carry it"""
 
     def member_state(self, index: int) -> dict[str, Any]:
         """The member's residual."""
@@ -124,12 +126,13 @@ class WithFeedback(Reduction):
         contributions: Sequence[Contribution],
         weights: Sequence[float],
     ) -> list[float]:
-        if self.method.clip_at == 0:
-            return list(weights)
-        norms = [o.norm if weight > 0 else 0.0 for o, weight in zip(offers, weights, strict=True)]
-        steps = [c.steps for c in contributions]
-        factors = clip_factors(norms, steps, at=self.method.clip_at)
-        factors = cap_shares(weights, factors, norms)
+        norms = [offer.norm for offer in offers]
+        steps = [max(1, c.steps) for c in contributions]
+        factors = admitted_clips(
+            weights, norms, steps, at=self.method.clip_at, carried=self.carried
+        )
+        counting = [norm for norm, weight in zip(norms, weights, strict=True) if weight > 0]
+        self.carried = carried_norm(self.carried, counting)
         return [weight * factor for weight, factor in zip(weights, factors, strict=True)]
 
     def _mean(
@@ -370,6 +373,7 @@ class InProcessGroup(WorkerGroup):
                 if (keep := self._members[index].keep) is not None:
                     reduction.feedback[seat] = keep(fragment)
         for old, new in zip(before, self._reductions, strict=False):
+            new.carried = old.carried
             kept = {i for i in self._seats if self._members[i].keep is not None}
             for index in set(seated).intersection(self._seats) - kept:
                 new.load_member_state(

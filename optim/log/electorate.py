@@ -7,12 +7,16 @@ those itself before it votes (`peer/rounds/consensus/voter.py`).
 
 If the organiser names keepers, only they vote, and no entry changes the electorate: the epoch
 record names the keepers, and a keeper that comes later votes from the next epoch on.
+
+An entry also hands on the norm of each fragment's contributions, by which the next ones are bounded
+(`reduction/contribution.py`): a peer that begins at a snapshot, or at the base of an epoch, then
+computes the same clip factors as one that holds the whole log.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from atoll.optim.log.entry import (
@@ -21,11 +25,13 @@ from atoll.optim.log.entry import (
     Entry,
     Epoch,
     LogError,
+    MalformedRecord,
     Member,
     Newcomer,
     Part,
     is_quorum,
 )
+from atoll.optim.reduction.contribution import carried_norm
 
 Electors = Literal["members", "keepers"]
 """The voters: members that have contributed for a while, or only the keepers of the epoch."""
@@ -51,20 +57,26 @@ class BadElectorate(LogError):
 
 @dataclass(frozen=True)
 class Succession:
-    """The electors of the next position, and the peers that may become electors later."""
+    """The electors of the next position, peers that may become electors later, and norms."""
 
     electorate: tuple[Elector, ...]
     newcomers: tuple[Newcomer, ...] = ()
+    norms: tuple[float, ...] = ()
+    """by fragment; those that no entry has moved yet may be missing at the end"""
+
+    def norm(self, fragment: int) -> float:
+        """Return the norm that bounds a fragment's next contributions; 0 if there is none."""
+        return self.norms[fragment] if fragment < len(self.norms) else 0.0
 
 
 def after(entry: Entry) -> Succession:
     """Return the succession that an entry of the same epoch leaves."""
-    return Succession(entry.electorate, entry.newcomers)
+    return Succession(entry.electorate, entry.newcomers, entry.norms)
 
 
 def at_base(epoch: Epoch) -> Succession:
     """Return the succession at the base of an epoch."""
-    return Succession(epoch.electorate, epoch.newcomers)
+    return Succession(epoch.electorate, epoch.newcomers, epoch.norms)
 
 
 def remembered(
@@ -82,23 +94,28 @@ def succeed(
     now: Succession,
     *,
     position: int,
+    fragment: int,
     members: Sequence[Member],
     parts: Sequence[Part],
     dropped: Collection[str] = (),
     electors: Electors = "members",
 ) -> Succession:
-    """Return the electors and newcomers after an entry.
+    """Return the electors, newcomers and norms after an entry.
 
     Args:
         now: of the entry's own position.
         position: the entry's.
+        fragment: the entry's.
         members: the entry's; none in a NULL, after which everything stays as it is.
         parts: the entry's.
         dropped: PeerIDs of electors that do not answer. If the others would be no quorum of the
             present electorate, no elector is dropped.
         electors: who votes in this run; of keepers an entry neither adds nor drops any.
     """
-    if electors == "keepers" or not members:
+    if not members:
+        return now
+    now = replace(now, norms=_norms_after(now, fragment, members))
+    if electors == "keepers":
         return now
     workers = {m.peer_id: m.elector for i, m in enumerate(members) if _contributed(i, m, parts)}
     stay = [e for e in now.electorate if e.peer_id not in dropped]
@@ -113,22 +130,24 @@ def succeed(
     joined = _promoted([n for n in known if n.peer_id not in before], workers, len(kept))
     electorate = (*kept, *(workers[n.peer_id] for n in joined))
     waiting = [n for n in known if n not in joined]
-    return Succession(electorate=electorate, newcomers=tuple(waiting[:MAX_NEWCOMERS]))
+    return replace(now, electorate=electorate, newcomers=tuple(waiting[:MAX_NEWCOMERS]))
 
 
 def check_succession(
     entry: Entry, now: Succession, electors: Electors = "members"
 ) -> list[Elector]:
-    """Check an entry's electors; return the present ones that it drops.
+    """Check an entry's electors and norms; return the present electors that it drops.
 
     Raises:
         BadElectorate: the entry breaks a rule, whoever answers and whoever does not.
+        MalformedRecord: its norms do not follow from those before it and its members'.
     """
     named = {e.peer_id for e in entry.electorate}
     dropped = [e for e in now.electorate if e.peer_id not in named]
     due = succeed(
         now,
         position=entry.position,
+        fragment=entry.fragment,
         members=entry.members,
         parts=entry.parts,
         dropped={e.peer_id for e in dropped},
@@ -140,7 +159,15 @@ def check_succession(
             f"{len(due.newcomers)} newcomers that follow from the present ones; got "
             f"{len(entry.electorate)} and {len(entry.newcomers)}"
         )
+    if entry.norms != due.norms:
+        raise MalformedRecord(f"entry {entry.position}: expected the norms that follow")
     return dropped
+
+
+def _norms_after(now: Succession, fragment: int, members: Sequence[Member]) -> tuple[float, ...]:
+    norms = [*now.norms, *[0.0] * (fragment + 1 - len(now.norms))]
+    norms[fragment] = carried_norm(norms[fragment], [m.norm for m in members if m.weight > 0])
+    return tuple(norms)
 
 
 def _contributed(index: int, member: Member, parts: Sequence[Part]) -> bool:

@@ -48,7 +48,7 @@ from pydantic import (
     model_validator,
 )
 
-VERSION: Literal[4] = 4  # of `Entry`; another version is another record, refused here
+VERSION: Literal[5] = 5  # of `Entry`; another version is another record, refused here
 MAX_ELECTORS = 64  # a certificate is then 5 kB; more than half of them seldom vanish at once
 MAX_MEMBERS = 4096  # as many as a group may have; 4,096 of them take 13 ms to parse
 
@@ -79,6 +79,7 @@ Digest = Annotated[bytes, Field(min_length=32, max_length=32)]
 PeerId = Annotated[str, Field(min_length=1, max_length=128)]
 Incarnation = Annotated[str, Field(min_length=1, max_length=32)]
 Signature = Annotated[bytes, Field(min_length=1, max_length=1024)]
+Norm = Annotated[FiniteFloat, Field(ge=0)]
 
 
 class LogError(ValueError):
@@ -201,7 +202,7 @@ class Member(Record):
     incarnation: Incarnation
     weight: Annotated[FiniteFloat, Field(ge=0)]
     clip: Annotated[FiniteFloat, Field(ge=0, le=1)]
-    norm: Annotated[FiniteFloat, Field(ge=0)]
+    norm: Norm
     """of the decoded contribution before it was clipped, as the peer declared it"""
     tokens: Count
     steps: Count
@@ -269,7 +270,7 @@ class Entry(Record):
 
     max_bytes: ClassVar[int] = 16 << 20
 
-    version: Literal[4] = VERSION
+    version: Literal[5] = VERSION
     run_id: Digest
     epoch: Count
     position: Count
@@ -285,6 +286,8 @@ class Entry(Record):
     """SHA-256 of what the members signed about their contributions; empty in a NULL"""
     electorate: Annotated[tuple[Elector, ...], Field(min_length=1)]
     newcomers: Annotated[tuple[Newcomer, ...], Field(max_length=MAX_ELECTORS)] = ()
+    norms: Annotated[tuple[Norm, ...], FailFast()] = ()
+    """by fragment: the norm below which the next contributions are not clipped (`electorate.py`)"""
     state_root: StateRoot | None = None
 
     def without_members(self) -> bytes:
@@ -382,7 +385,7 @@ class Entry(Record):
 class EntryHead(Record):
     """The first fields of an entry, by which a peer decides whether to read the rest."""
 
-    version: Literal[4]
+    version: Literal[5]
     run_id: Digest
     epoch: Count
     position: Count
@@ -473,6 +476,8 @@ class Epoch(Record):
     electorate: Annotated[tuple[Elector, ...], Field(min_length=1)]
     newcomers: Annotated[tuple[Newcomer, ...], Field(max_length=MAX_ELECTORS)] = ()
     """peers known before the base that do not vote now; electors of before are among them"""
+    norms: Annotated[tuple[Norm, ...], FailFast()] = ()
+    """of the entry before the base"""
     first_term: Annotated[Count, Field(lt=MAX_ELECTORS)] = 0
     """with which the base begins: those before it are led by electors whose terms failed there"""
 
@@ -698,6 +703,7 @@ class LogPlace:
     chain: bytes
     electorate: tuple[Elector, ...]
     newcomers: tuple[Newcomer, ...] = ()
+    norms: tuple[float, ...] = ()
 
 
 def verify_claims(
@@ -775,13 +781,21 @@ def verify_linked(
 def place_at_base(opened: Epoch) -> LogPlace:
     """Return the place at the base of an epoch."""
     return LogPlace(
-        chain=opened.base_chain, electorate=opened.electorate, newcomers=opened.newcomers
+        chain=opened.base_chain,
+        electorate=opened.electorate,
+        newcomers=opened.newcomers,
+        norms=opened.norms,
     )
 
 
 def place_after(entry: Entry) -> LogPlace:
     """Return the place after an entry of the same epoch."""
-    return LogPlace(chain=entry.chain, electorate=entry.electorate, newcomers=entry.newcomers)
+    return LogPlace(
+        chain=entry.chain,
+        electorate=entry.electorate,
+        newcomers=entry.newcomers,
+        norms=entry.norms,
+    )
 
 
 def _expect_base_chain(here: LogPlace | None, opened: Epoch) -> None:

@@ -318,6 +318,8 @@ class ReplicaStanding:
     """The next entry's electorate; empty while the entries here are not the epoch's."""
     newcomers: tuple[Newcomer, ...] = ()
     """Peers that may vote after some entries more."""
+    norms: tuple[float, ...] = ()
+    """By fragment: what bounds the clip factors of its next contributions from below."""
     state: OuterState | None = None
     """The state at the head, or an older one (`ReplicaView.is_current`)."""
     snapshots: dict[int, SnapshotFile] = field(default_factory=dict)
@@ -440,8 +442,9 @@ class ReplicaView:
 
     @property
     def voters(self) -> Succession:
-        """Return the next entry's electorate, and those who may vote later."""
-        return Succession(self.standing.electorate, self.standing.newcomers)
+        """Return the next entry's electorate, those who may vote later, and the norms."""
+        at = self.standing
+        return Succession(at.electorate, at.newcomers, at.norms)
 
     @property
     def snapshots(self) -> dict[int, SnapshotFile]:
@@ -935,6 +938,7 @@ class Replica(ReplicaView):
             head=StoreHead(epoch=self.epoch, position=state.position, chain=place.chain),
             electorate=place.electorate,
             newcomers=place.newcomers,
+            norms=place.norms,
             state=state,
             snapshots={},
             leaps=self.leaps + 1,
@@ -1096,6 +1100,7 @@ class Replica(ReplicaView):
             base_chain=head.chain,
             electorate=tuple(electorate),
             newcomers=remembered(self.voters, electorate, head.position),
+            norms=self.voters.norms,
             first_term=first_term,
         )
         raw = epoch.encode()
@@ -1127,7 +1132,7 @@ class Replica(ReplicaView):
 
 
 def _with_voters(at: ReplicaStanding, voters: Succession) -> ReplicaStanding:
-    return replace(at, electorate=voters.electorate, newcomers=voters.newcomers)
+    return replace(at, electorate=voters.electorate, newcomers=voters.newcomers, norms=voters.norms)
 
 
 def _not_next(entry: Entry, head: StoreHead) -> NotNext:

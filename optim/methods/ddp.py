@@ -76,7 +76,9 @@ class DDPMethod(Method):
 
     codec: Codec = field(default_factory=Bf16)
     feedback: float = 0.0
-    clip_at: float = 0.0
+    # Times the median. Gradients of honest peers scatter more than windows do: one step, a batch of
+    # one's own. This leaves them whole, and no member counts for more than eight others.
+    clip_at: float = 8.0
 
     clip_norm: float = 0.0
     """L2 norm that the mean gradient is clipped to; 0 for no clipping."""

@@ -51,7 +51,7 @@ class DeMoMethod(Method):
     codec: Codec = field(default_factory=lambda: Dct(k=32))
     feedback: float = 0.999  # the residual is the momentum
     weights: WeightRule = "equal"
-    clip_at: float = 0.0
+    clip_at: float = 8.0  # as of ddp; a new peer has less momentum to send
 
     average: Literal["all", "senders"] = "all"
     """Peers by whose number the mean of a coefficient divides."""

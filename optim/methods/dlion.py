@@ -79,7 +79,6 @@ class DLionMethod(Method):
     codec: Codec = field(default_factory=Sign)
     feedback: float = 0.0  # the codec loses nothing of a sign
     weights: WeightRule = "equal"  # one vote a peer
-    clip_at: float = 0.0  # all signs have one norm
 
     beta1: float = 0.9
     """Share of the momentum in what is sent."""

@@ -88,7 +88,9 @@ class NoLoCoMethod(PairedMethod):
 
     codec: Codec = field(default_factory=Fp32)  # no residual keeps what is lost of the weights
     feedback: float = 0.0
-    clip_at: float = 0.0
+    clip_at: float = (
+        0.0  # a partner's weights count as they are, so a bound on this protects nobody
+    )
 
     lr: float = 0.7
     """Share of the pair's mean pseudo-gradient."""

@@ -3,7 +3,8 @@
 **Weights, caps and clip factors** are pure functions. The in-process group and the network round
 call the same ones, so a simulated run weighs as a real one does. Medians are the lower of the two
 middle values when their number is even: with two peers an absurd value then can't raise the bound
-that it is held to.
+that it is held to. An absurdly small one could lower it, so the log carries a norm that bounds clip
+factors from below (`carried_norm`).
 
     WorkRefused (ValueError)   tokens, steps or a norm that no honest peer sends
 
@@ -33,7 +34,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from statistics import median_low
+from statistics import median_high, median_low
 from typing import Any, Literal
 
 import torch
@@ -65,6 +66,12 @@ SHARE_CAP = 4.0  # of weight x clip x norm, in medians: what a weight alone may 
 # norm of as many; honest windows are shorter.
 STEPS_CAP = 4
 CLIP_AT = 2.0  # times the median norm a step: honest norms stay within it (benchmarks/robust.md)
+# Of the norm that the log carries, to which no contribution is clipped further: half of a group can
+# lower the medians of norms, weights and steps to anything.
+NORM_FLOOR = 0.5
+# By which one entry moves that norm at most, up or down. A leader that closes a group of its own
+# thus raises the floor to the honest norm at most, which the bound allows in any case.
+NORM_MOVES = 2.0
 # Times the median norm. Work that was left out for long would outweigh the other peers' windows.
 DRIFT_CAP = 3.0
 BATCHES_AT_ONCE = 64  # whose selections are encoded together: up to a million values, in cache
@@ -126,7 +133,7 @@ def clip_factors(
         norms: Euclidean norms of the contributions; 0 for one of weight 0.
         steps: inner steps behind each; a norm is divided by them, as it grows with them, but by at
             most 4 times the median of those with a norm.
-        at: the bound, in medians.
+        at: the bound, in medians; 0 clips none.
 
     Returns:
         Factors in (0, 1], fp32; 1 for most. A contribution of norm 0 gets 1 and does not count
@@ -136,6 +143,7 @@ def clip_factors(
         WorkRefused: when a norm is negative or not finite, or a norm above 0 took no steps.
     """
     _require_amounts(norms, "norm")
+    at = at or math.inf
     if any(norm > 0 and count < 1 for norm, count in zip(norms, steps, strict=True)):
         raise WorkRefused("expected steps behind every norm above 0, got 0")
     # Contributions of norm 0 would pull the medians down, and with them everybody's bound.
@@ -150,7 +158,11 @@ def clip_factors(
 
 
 def cap_shares(
-    weights: Sequence[float], clips: Sequence[float], norms: Sequence[float]
+    weights: Sequence[float],
+    clips: Sequence[float],
+    norms: Sequence[float],
+    *,
+    at: float = CLIP_AT,
 ) -> list[float]:
     """Return clip factors that cap weight x clip x norm at 4 times the median of that product.
 
@@ -161,6 +173,7 @@ def cap_shares(
         weights: capped.
         clips: the factors of `clip_factors`.
         norms: of the contributions, before they are clipped.
+        at: the bound of norms; of products, if it is above 4.
 
     Returns:
         Factors in (0, 1], fp32; those given for most.
@@ -169,14 +182,65 @@ def cap_shares(
     positive = [share for share in shares if share > 0]
     if not positive:
         return list(clips)
-    bound = SHARE_CAP * median_low(positive)
+    bound = max(SHARE_CAP, at) * median_low(positive)
     return [
         clip if share <= bound else to_fp32(clip * bound / share)
         for clip, share in zip(clips, shares, strict=True)
     ]
 
 
-def drift_ratio(norm: float, others: Sequence[float]) -> float:
+def admitted_clips(
+    weights: Sequence[float],
+    norms: Sequence[float],
+    steps: Sequence[int],
+    *,
+    at: float,
+    carried: float,
+) -> list[float]:
+    """Return the clip factors of a group's contributions; all are 1 if the method has no bound.
+
+    Args:
+        weights: capped. A contribution of weight 0 costs no work, so its norm counts nowhere.
+        norms: of the contributions, before they are clipped.
+        steps: inner steps behind each.
+        at: the method's bound, in medians; 0 for none.
+        carried: `carried_norm` of the fragment's entries so far; 0 if there is none.
+
+    Raises:
+        WorkRefused: when a norm is negative or not finite, or a norm above 0 took no steps.
+    """
+    counting = [norm if w > 0 else 0.0 for norm, w in zip(norms, weights, strict=True)]
+    clips = clip_factors(counting, steps, at=at)
+    if not at:
+        return clips
+    clips = cap_shares(weights, clips, counting, at=at)
+    floor = NORM_FLOOR * carried
+    return [
+        clip if clip * norm >= floor or clip == 1.0 else to_fp32(min(1.0, floor / norm))
+        for clip, norm in zip(clips, counting, strict=True)
+    ]
+
+
+def carried_norm(before: float, norms: Sequence[float]) -> float:
+    """Return the norm that the log carries after an entry, for the next one of its fragment.
+
+    It stays between the lower and the upper median of the norms, and moves no further than that
+    takes: half of a group, whatever it declares, cannot move it beyond the norms of the others.
+
+    Args:
+        before: the one that the entries before it carried; 0 if there is none.
+        norms: of the members that count, as they declared them; zeros are none.
+    """
+    positive = [norm for norm in norms if norm > 0]
+    if not positive:
+        return before
+    if not before:
+        return median_low(positive)
+    near = min(max(before, median_low(positive)), median_high(positive))
+    return min(max(near, before / NORM_MOVES), before * NORM_MOVES)
+
+
+def drift_ratio(norm: float, others: Sequence[float], carried: float = 0.0) -> float:
     """Return a left-out contribution's norm as a multiple of the others' median; 0 if unknown.
 
     The norm is not divided by steps: left-out work gains norm and steps with every window, so its
@@ -185,13 +249,15 @@ def drift_ratio(norm: float, others: Sequence[float]) -> float:
     Args:
         norm: of the contribution.
         others: norms of the contributions that counted; zeros are none.
+        carried: `carried_norm` after them; half of them may be tiny, so that all others would drop
+            their work.
 
     Raises:
         WorkRefused: when a norm is negative or not finite.
     """
     _require_amounts([norm, *others], "norm")
     positive = [other for other in others if other > 0]
-    return norm / median_low(positive) if positive else 0.0
+    return norm / max(median_low(positive), carried) if positive else 0.0
 
 
 def _require_amounts(values: Sequence[float], what: str) -> None:

@@ -71,6 +71,8 @@ def run(args: argparse.Namespace) -> int:
         print(line)
     for line in left_open(chosen.spec, args.peers):
         print(line)
+    if chosen.spec.unbounded:
+        print(chosen.spec.unbounded)
     print(f"Wrote {path}. Next: atoll coordinator {path}")
     return 0
 

@@ -118,6 +118,8 @@ def run(args: argparse.Namespace) -> int:
         print(line)
     print(LEGEND)
     print(_needs(needed(spec, model, setting.peers)))
+    if spec.unbounded:
+        print(spec.unbounded)
     for line in advice.ALONE if setting.peers == 1 else advice.reasons(chosen, known):
         print(line)
     return 0

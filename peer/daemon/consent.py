@@ -112,6 +112,7 @@ def request_of(
         f"data: {_data(own, is_own=data is not None)}",
         f"tokenizer: {_sent_tokenizer(spec) if is_sent else _tokenizer(own)}",
         f"method: {spec.outer.method}, {spec.outer.inner_steps} steps a round",
+        *filter(None, [spec.unbounded]),
         f"memory: about {size(needs.peer_memory)}, of which a GPU takes "
         f"{size(needs.inner_memory)}, and that of the model's activations",
         f"disk: about {size(needs.peer_disk)}, and {size(needs.peer_disk_free)} free beside it",

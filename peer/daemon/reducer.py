@@ -31,6 +31,7 @@ import torch
 from torch import Tensor, nn
 
 from atoll.coordinator.run.spec import RunSpec
+from atoll.optim.log.electorate import after
 from atoll.optim.log.entry import Entry
 from atoll.optim.methods import Method
 from atoll.optim.reducer import Commit, Contribution, Reducer, Residual, Settle
@@ -728,7 +729,8 @@ class NetworkReducer(RunReducer):
         """Drop work that was left out so often that it would outweigh the others' work."""
         if self.method.every_step:
             return  # sends gradients: nothing was kept for the next one
-        ratio = drift_ratio(norm, [m.norm for m in entry.members if m.weight > 0])
+        others = [m.norm for m in entry.members if m.weight > 0]
+        ratio = drift_ratio(norm, others, after(entry).norm(entry.fragment))
         if ratio > DRIFT_CAP:
             why = f"it was left out of rounds and reached {ratio:.1f} times the median norm"
             self._reset(state, f"{why}, more than {DRIFT_CAP:g} times")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Hashable
+from collections.abc import Callable, Collection, Hashable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
@@ -15,7 +15,14 @@ from atoll.dht.refusals import RefusalCode
 from atoll.dht.roster import PeerRecord, RecordError, Roster, RosterError
 from atoll.dht.transport import Refused, Transport, TransportError
 from atoll.optim.log.electorate import Electors
-from atoll.optim.log.entry import Elector, Entry, LogError, Verify
+from atoll.optim.log.entry import (
+    Elector,
+    Entry,
+    LogError,
+    Verify,
+    is_quorum,
+    leader_order,
+)
 from atoll.optim.log.evidence import Evidence, EvidenceBook
 from atoll.optim.log.replica import Compute, LiveReplica, Replay
 from atoll.optim.reduction.robust import Rule
@@ -34,7 +41,7 @@ from atoll.peer.rounds.messages import (
     reports_root,
 )
 from atoll.peer.rounds.pacing import Link
-from atoll.peer.rounds.reliance import FailedLeaders, Promises
+from atoll.peer.rounds.reliance import FailedLeaders, Omissions, Promises, terms_over
 
 RECORDS_PER_S = 64.0  # read from the roster, of about 700 bytes each
 HEAD_STALLS = 0.5  # a group should not wait a whole stall for the dead
@@ -285,6 +292,16 @@ class Holdings:
         self._groups.clear()
 
 
+@dataclass(frozen=True, kw_only=True)
+class Reporting:
+    """A session of a contribution with the leader of a term."""
+
+    leader: str
+    since: float
+    has_ended: bool = False
+    """the leader refused the report, as its group was closed, or the session broke"""
+
+
 @dataclass(kw_only=True)
 class Context(PeerContext):
     """One peer's view of a run with a log, shared by leader, member and voter."""
@@ -308,6 +325,8 @@ class Context(PeerContext):
     """which peers groups wait for"""
     failed: FailedLeaders = field(default_factory=FailedLeaders)
     """leaders that this peer passes over"""
+    omissions: Omissions = field(default_factory=Omissions)
+    """how often leaders decided without this peer's report"""
 
     evidence: EvidenceBook = field(default_factory=EvidenceBook)
     """against peers that signed two entries at one place"""
@@ -356,15 +375,90 @@ class Context(PeerContext):
                 f"giving {short(peer)} no parts for a while: it did not finish them in time before",
             )
 
-    def note_term(self, entry: Entry, term: int) -> None:
-        """Note which leaders failed at a position that was decided at a term."""
-        if term or entry.kind == "null" or not self.failed.is_empty:
-            electorate = self.replica.electorate_at(entry.position)
-            self.failed.note(entry.kind, entry.position, electorate, term)
+    def note_term(self, entry: Entry, term: int, ready_at: float | None) -> None:
+        """Note which leaders failed at a position that was decided at a term.
+
+        Called before the replica's clock takes the entry.
+
+        Args:
+            entry: what was decided.
+            term: of its certificate.
+            ready_at: since when this peer's contribution has been on offer there; None: it was not.
+        """
+        is_new = self.failed.is_new(entry.position)
+        if not term and entry.kind == "update" and self.failed.is_empty:
+            return
+        electorate = self.replica.electorate_at(entry.position)
+        moved_at, opened = self.replica.moved_at, self.replica.opened
+        window_s = 0.0 if ready_at is None else ready_at - moved_at
+        over = terms_over(
+            self.now() - moved_at if moved_at else 0.0,
+            max(self.replica.stood_s, window_s),
+            grace_s=self.settings.grace_s,
+            stall_s=self.settings.stall_s,
+        )
+        if is_new and ready_at is not None and self._were_passed_over(entry, electorate):
+            over = term
+        is_base = opened is not None and opened.base_position == entry.position
+        first_term = opened.first_term if opened is not None and is_base else 0
+        self.failed.note(
+            entry.kind, entry.position, electorate, term, over=over, first_term=first_term
+        )
+
+    def note_included(self, entry: Entry, term: int) -> None:
+        """Note which leader decided with this peer's contribution."""
+        if not self.omissions.is_empty:
+            self.omissions.included(self._leader_of(entry, term))
+
+    def note_omitted(self, entry: Entry, term: int, reported: Reporting) -> None:
+        """Note and report that a leader decided without this peer, which had reported to it."""
+        leader = self._leader_of(entry, term)
+        if leader != reported.leader:
+            return  # an entry in between gave the term to another
+        ago_s = self.now() - reported.since
+        # A leader that has not taken a report sends no keepalives, and the session ends in a stall.
+        was_taken = not reported.has_ended and ago_s > self.settings.stall_s
+        if not reported.has_ended:
+            self.on_event(
+                "warning",
+                f"round {entry.position + 1}: {short(leader)} left this peer out, which had "
+                f"reported to it {ago_s:.1f} s before",
+            )
+        if self.omissions.omitted(leader, was_taken=was_taken):
+            self.failed.leave(leader, entry.position)
+            self.on_event(
+                "warning",
+                f"reporting to {short(leader)} no longer for a while: it leads rounds without this "
+                "peer, and others include it",
+            )
+
+    def _leader_of(self, entry: Entry, term: int) -> str:
+        electorate = self.replica.electorate_at(entry.position)
+        if not electorate:
+            return ""
+        order = leader_order(electorate, entry.position)
+        return electorate[order[term % len(order)]].peer_id
+
+    def _were_passed_over(self, entry: Entry, electorate: Sequence[Elector]) -> bool:
+        """Return whether most acceptors reported to another leader than this peer did."""
+        names = {member.peer_id for member in entry.members}
+        if self.me.peer_id in names:
+            return False
+        if self.settings.electors == "keepers":
+            return bool(names)
+        reported = [i for i, elector in enumerate(electorate) if elector.peer_id in names]
+        return is_quorum(reported, len(electorate))
 
     def skipped_terms(self, position: int) -> Collection[int]:
         """Return the terms at a position whose leaders this peer passes over."""
         return self.failed.skipped(self.replica.electorate, position)
+
+    def carried_norm(self, position: int) -> float:
+        """Return the norm that bounds the clip factors at a position from below; 0 if none does.
+
+        Those in flight move different fragments, so it is known before the entries between are.
+        """
+        return self.replica.voters.norm(self.replay.fragment_at(position))
 
     def note_parts(self, entry: Entry) -> None:
         """An entry was applied."""

@@ -322,9 +322,9 @@ class Rounds:
     def _settle(self, applied: Applied) -> None:
         entry = applied.entry
         self._ctx.note_parts(entry)
-        self._ctx.note_term(entry, term_of(applied.attempt))
-        self._ctx.promises.kept(member.peer_id for member in entry.members)
         pending = self._pending.pop(entry.fragment, None)
+        self._note_leader(entry, term_of(applied.attempt), pending)
+        self._ctx.promises.kept(member.peer_id for member in entry.members)
         included = entry.included_cells(self._ctx.me.peer_id, self._ctx.me.incarnation)
         if pending is not None and pending.exchange is None:
             included = None  # what it names was withdrawn: this one has been in no group yet
@@ -342,6 +342,15 @@ class Rounds:
         self._changed.set()
         self._phase(RoundPhase.TRAIN)
         self._on_settled(settled)
+
+    def _note_leader(self, entry: Entry, term: int, pending: Pending | None) -> None:
+        self._ctx.note_term(entry, term, None if pending is None else pending.since)
+        if pending is None or entry.kind == "null":
+            return
+        if any(member.peer_id == self._ctx.me.peer_id for member in entry.members):
+            self._ctx.note_included(entry, term)
+        elif pending.exchange is None and term in pending.reported:
+            self._ctx.note_omitted(entry, term, pending.reported[term])
 
     def _credits(self, entry: Entry, exchange: Exchange | None) -> list[tuple[slice, Update]]:
         """Return what the encoding lost of the parts that the entry names as this peer's own."""

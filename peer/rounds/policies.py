@@ -19,9 +19,8 @@ from atoll.optim.log.entry import MalformedRecord, Member, Verify
 from atoll.optim.reduction.contribution import (
     WeightRule,
     WorkRefused,
-    cap_shares,
+    admitted_clips,
     cap_weights,
-    clip_factors,
     work_weight,
 )
 from atoll.peer.rounds.messages import PartPlan, Report, Sworn, is_large, report_payload
@@ -150,16 +149,15 @@ def _lone_until(view: Rendezvous, first_at: float) -> float:
     return start + view.alone_s + min(max(view.last_s, own_s), longest_s)
 
 
-def admit(reports: Sequence[tuple[str, Report]], *, clip_at: float) -> list[Member]:
+def admit(reports: Sequence[tuple[str, Report]], *, clip_at: float, carried: float) -> list[Member]:
     """Return members with their capped weights and clip factors; a bound of 0 clips none.
 
-    The leader of a group, its members and its voters compute the same from the same reports.
+    The leader of a group, its members and its voters compute the same from the same reports, and
+    from the norm that the log carries for the fragment.
     """
     weights = cap_weights([r.weight for _, r in reports])
-    norms = [r.norm for _, r in reports]
-    clips = clip_factors(norms, [max(r.steps, 1) for _, r in reports], at=clip_at or math.inf)
-    if clip_at:
-        clips = cap_shares(weights, clips, norms)
+    norms, steps = [r.norm for _, r in reports], [max(r.steps, 1) for _, r in reports]
+    clips = admitted_clips(weights, norms, steps, at=clip_at, carried=carried)
     return [
         Member(
             peer_id=peer,
@@ -183,6 +181,7 @@ def check_reports(
     run_id: bytes,
     rule: WeightRule,
     clip_at: float,
+    carried: float,
     verify: Verify,
 ) -> None:
     """Check that each member's numbers are those that it signed, or follow from them.
@@ -194,6 +193,7 @@ def check_reports(
         run_id: of the run.
         rule: how the run's method weighs contributions.
         clip_at: its bound of norms.
+        carried: the norm that the log carries for the fragment; 0 if there is none.
         verify: checks a peer's signature.
 
     Raises:
@@ -208,7 +208,7 @@ def check_reports(
     for (peer, report), said in zip(reports, sworn, strict=True):
         if not verify(peer, report_payload(run_id, report), said.signature):
             raise MalformedRecord(f"expected {peer}'s own report, got another")
-    if admit(reports, clip_at=clip_at) != list(members):
+    if admit(reports, clip_at=clip_at, carried=carried) != list(members):
         raise MalformedRecord("expected the weights and clip factors that follow from the reports")
 
 

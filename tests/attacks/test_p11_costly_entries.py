@@ -256,9 +256,9 @@ def test_a_head_is_that_of_its_entry(tmp_path):
         b"",
         b"no map",
         msgpack.packb({"position": 1}),
-        msgpack.packb({"version": 4, "run_id": [0] * 100}),
-        msgpack.packb({"version": 4, "run_id": {"a": 1}}),
-        msgpack.packb({"version": 4, "run_id": b"r" * 10_000}),
+        msgpack.packb({"version": 5, "run_id": [0] * 100}),
+        msgpack.packb({"version": 5, "run_id": {"a": 1}}),
+        msgpack.packb({"version": 5, "run_id": b"r" * 10_000}),
     ],
 )
 def test_a_head_of_anything_else_is_refused(head):

@@ -73,7 +73,7 @@ def alone(liar, ask, **changes):
     name, replica = liar.identity.peer_id, liar.replica
     did = {"weight": 128.0, "tokens": 1280, "steps": 10, "norm": 1.0}
     ready = Ready.decode(ready_of(liar.identity, liar, incarnation=liar.incarnation, **did)[1:])
-    members = tuple(admit([(name, ready.report)], clip_at=liar.ctx.replay.method.clip_at))
+    members = tuple(admit([(name, ready.report)], clip_at=2.0, carried=0.0))
     cells = len(liar.ctx.replay.cells_at(ask.position))
     digest = sha256(b"nobody has this %d" % ask.attempt)
     part = Part(
@@ -88,7 +88,7 @@ def alone(liar, ask, **changes):
     sworn = Sworn(counts=True, uplink_mbit_s=100.0, signature=ready.signature)
     reports = (sworn.model_copy(update=changes),)
     parts = (part,)
-    then = succeed(replica.voters, position=ask.position, members=members, parts=parts)
+    then = succeed(replica.voters, position=ask.position, fragment=0, members=members, parts=parts)
     last = Entry.decode(replica.store.get(ask.position - 1).entry)
     entry = {
         "position": ask.position,
@@ -98,6 +98,7 @@ def alone(liar, ask, **changes):
         "reports": reports_root(reports),
         "electorate": then.electorate,
         "newcomers": then.newcomers,
+        "norms": then.norms,
         "state_root": None,
     }
     return Promise(

@@ -77,13 +77,15 @@ def signed(key, **changes):
 
 
 def check(members, sworn, place=(1, 2)):
-    check_reports(members, sworn, place, run_id=RUN, rule="rate", clip_at=2.0, verify=verify)
+    bounds = {"clip_at": 2.0, "carried": 1.0}
+    check_reports(members, sworn, place, run_id=RUN, rule="rate", verify=verify, **bounds)
 
 
 def test_members_are_those_that_signed():
     keys = [Identity.ephemeral() for _ in range(3)]
     said = [signed(key) for key in keys]
-    members = admit([(k.peer_id, r) for k, (r, _) in zip(keys, said, strict=True)], clip_at=2.0)
+    reports = [(k.peer_id, r) for k, (r, _) in zip(keys, said, strict=True)]
+    members = admit(reports, clip_at=2.0, carried=1.0)
     sworn = [one for _, one in said]
     check(members, sworn)
     invented = members[0].model_copy(update={"peer_id": Identity.ephemeral().peer_id})
@@ -104,7 +106,7 @@ def test_members_are_those_that_signed():
 def test_a_report_without_weight_is_not_given_one():
     key = Identity.ephemeral()
     report, sworn = signed(key, weight=0.0)
-    (member,) = admit([(key.peer_id, report)], clip_at=2.0)
+    (member,) = admit([(key.peer_id, report)], clip_at=2.0, carried=1.0)
     assert member.weight == 0.0
     check([member], [sworn])
     heavy = member.model_copy(update={"weight": 10.0})

@@ -4,6 +4,7 @@ import asyncio
 import weakref
 from contextlib import suppress
 from dataclasses import replace
+from itertools import takewhile
 
 from atoll.dht.refusals import RefusalCode
 from atoll.dht.transport import Refused, TransportError
@@ -111,6 +112,17 @@ def close_alone(monkeypatch, liar):
         return form(ctx, place, term, mine if ctx.me == liar else ready)
 
     monkeypatch.setattr(leaders, "form_group", alone)
+
+
+def leave_out(monkeypatch, liar, victims):
+    """P19: as a leader, it closes its groups without some members, whose sessions go on."""
+    form = leaders.form_group
+
+    def without(ctx, place, term, ready):
+        others = {peer: one for peer, one in ready.items() if peer not in victims}
+        return form(ctx, place, term, others if ctx.me == liar and others else ready)
+
+    monkeypatch.setattr(leaders, "form_group", without)
 
 
 def drop(monkeypatch, liar, count):
@@ -296,6 +308,31 @@ async def preempt(liar, keepers, every_s=0.05):
         calls = (liar.ctx.transport.call(name, "prepare", ask, timeout_s=2) for name in names)
         await asyncio.gather(*calls, return_exceptions=True)
         await asyncio.sleep(every_s)
+
+
+def usurp(monkeypatch, liar):
+    """P18: it ends each term that comes before its own, and decides its own work alone.
+
+    It reports to itself alone, waits for nobody's call, and asks for promises at once.
+    """
+    await_absence, ask = leaders.Leadership._await_absence, leaders.Leadership._ask_trainers
+
+    def others(position):
+        electorate = liar.replica.electorate
+        led = (leader_of(electorate, position, term) for term in range(len(electorate)))
+        return list(takewhile(lambda leader: leader != liar.ctx.me, led))
+
+    async def at_once(leadership):
+        if leadership.ctx is not liar.ctx:
+            return await await_absence(leadership)
+        leadership._take(leaders.LeaderAbsent())
+
+    async def nobody(leadership):
+        return {} if leadership.ctx is liar.ctx else await ask(leadership)
+
+    monkeypatch.setattr(liar.ctx, "skipped_terms", lambda position: range(len(others(position))))
+    monkeypatch.setattr(leaders.Leadership, "_await_absence", at_once)
+    monkeypatch.setattr(leaders.Leadership, "_ask_trainers", nobody)
 
 
 def evict(patch, peers, liar):

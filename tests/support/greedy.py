@@ -100,6 +100,19 @@ def work_more(monkeypatch, liar, tokens=16, steps=4, norm=8.0):
     monkeypatch.setattr(liar, "train", exaggerate)
 
 
+def shrink(monkeypatch, liar):
+    """P15: what the liar sends, and declares, is next to nothing."""
+    train = liar.train
+
+    def tiny():
+        for feedback in liar.feedbacks:
+            feedback.reset()
+        liar.drift_N.zero_()
+        return 1e-30 * train()
+
+    monkeypatch.setattr(liar, "train", tiny)
+
+
 # P9, P10: donors
 
 
@@ -192,7 +205,7 @@ def costly(replica, *, position=0, members=MAX_MEMBERS, **changes):
     """P11: return the bytes of an entry that is right in its head and has thousands of members."""
     part = {"start_cell": 0, "stop_cell": 1, "owner": 0, "generation": 0, "wire_bytes": 0}
     fields = {
-        "version": 4,
+        "version": 5,
         "run_id": replica.run_id,
         "epoch": replica.epoch,
         "position": position,

@@ -425,6 +425,7 @@ def check_group(ctx: Context, group: Group, ready: Ready) -> None:
         run_id=ctx.replica.run_id,
         rule=ctx.replay.method.weights,
         clip_at=ctx.replay.method.clip_at,
+        carried=ctx.carried_norm(group.position),
         verify=is_mine if is_large(len(group.members)) else ctx.verify,
     )
     covered = 0

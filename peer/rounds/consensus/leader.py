@@ -667,6 +667,7 @@ class Leadership:
         voters = succeed(
             replica.voters,
             position=position,
+            fragment=self.ctx.replay.fragment_at(position),
             members=members,
             parts=parts,
             dropped=dropped,
@@ -686,6 +687,7 @@ class Leadership:
             reports=reports_root(group.reports) if members and group is not None else b"",
             electorate=voters.electorate,
             newcomers=voters.newcomers,
+            norms=voters.norms,
             state_root=StateRoot(position=root[0], root=root[1]) if root else None,
         )
 
@@ -1147,7 +1149,13 @@ def form_group(ctx: Context, place: Place, term: int, ready: Mapping[str, Ready]
         epoch=place.epoch,
         position=place.position,
         term=term,
-        members=tuple(admit(reports, clip_at=ctx.replay.method.clip_at)),
+        members=tuple(
+            admit(
+                reports,
+                clip_at=ctx.replay.method.clip_at,
+                carried=ctx.carried_norm(place.position),
+            )
+        ),
         reports=tuple(
             Sworn(
                 counts=one.report.weight > 0,

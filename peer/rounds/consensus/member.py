@@ -24,7 +24,7 @@ import asyncio
 import math
 from collections.abc import Callable, Collection, Hashable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import partial
 from typing import Protocol
@@ -43,7 +43,7 @@ from atoll.peer.rounds.consensus.dissemination import Seat, group_of, own_deadli
 from atoll.peer.rounds.consensus.leader import Leading
 from atoll.peer.rounds.consensus.round import Place, leader_of
 from atoll.peer.rounds.consensus.voter import Voter
-from atoll.peer.rounds.context import AttemptFailed, Context, failure_key
+from atoll.peer.rounds.context import AttemptFailed, Context, Reporting, failure_key
 from atoll.peer.rounds.messages import (
     ALIVE,
     GONE,
@@ -493,6 +493,13 @@ class Pending:
     exchange: Exchange | None = None
     failed: Failed | None = None
     """how the last session with a leader ended; None while there is a group, or before"""
+    reported: dict[int, Reporting] = field(default_factory=dict)
+    """by term, the sessions with leaders; only the last one can go on"""
+
+    def end_sessions(self) -> None:
+        """Note that no session with a leader goes on."""
+        for term, reported in self.reported.items():
+            self.reported[term] = replace(reported, has_ended=True)
 
     @property
     def missed(self) -> Outcome:
@@ -603,6 +610,7 @@ class Flight:
                 self._session = asyncio.create_task(self._take_part(action.leader, action.term))
                 self._session.add_done_callback(lambda _: self._changed.set())
             case Leave():
+                self.pending.end_sessions()
                 await self._leave()
             case ReportTurn():
                 await self._report_turn(action.term)
@@ -637,6 +645,7 @@ class Flight:
         else:
             return
         self.pending.failed = failed
+        self.pending.end_sessions()
         self._member.receive(failed)
         self._changed.set()
 
@@ -649,6 +658,7 @@ class Flight:
             connect_s = CONNECT_STALLS * self._ctx.settings.stall_s
             stream = await self._ctx.transport.open(leader, "round", timeout_s=connect_s)
         self._stream = stream
+        self.pending.reported[term] = Reporting(leader=leader, since=self._ctx.now())
         try:
             ready = self._ready(term)
             frames = self.pending.window.offer.frames

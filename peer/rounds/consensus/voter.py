@@ -641,6 +641,7 @@ class Voter:
             run_id=replica.run_id,
             rule=method.weights,
             clip_at=method.clip_at,
+            carried=self._ctx.carried_norm(entry.position),
             verify=self._ctx.verify,
         )
         # Off the loop: a thousand signatures take 0.15 s.

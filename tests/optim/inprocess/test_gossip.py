@@ -160,6 +160,17 @@ def test_a_long_pseudo_gradient_is_clipped_where_the_run_asks_for_it():
     torch.testing.assert_close(met.state.params_N, -1.5 * ones)
 
 
+def test_a_partner_with_next_to_nothing_clips_nobody():
+    """P15, by gossip."""
+    method = parse("noloco", momentum=0.0, lr=1.0, clip_at=2.0)
+    state = OuterState.genesis(LAYOUT, torch.zeros(LAYOUT.numel))
+    ones = torch.ones(LAYOUT.numel)
+    mine = Side(delta_N=ones, params_N=0 * ones, steps=10)
+    theirs = Side(delta_N=1e-30 * ones, params_N=0 * ones, steps=10)
+    met = meet(method, method.fragments(LAYOUT)[0], state, mine, theirs, inner_lr=0.0)
+    torch.testing.assert_close(met.state.params_N, -0.5 * ones)
+
+
 def test_the_mean_keeps_the_variance_of_what_was_averaged():
     """arXiv:2404.04616, by NumPy-like means over each tensor."""
     one, two = torch.randn(LAYOUT.numel), 3 * torch.randn(LAYOUT.numel) + 1

@@ -61,7 +61,8 @@ def even_parts(count):
 
 
 def standing(*names, newcomers=()):
-    return Succession(electorate=tuple(map(elector, names)), newcomers=tuple(newcomers))
+    """A succession that has the norm of all members here."""
+    return Succession(tuple(map(elector, names)), tuple(newcomers), norms=(1.0,))
 
 
 def names(succession):
@@ -70,7 +71,9 @@ def names(succession):
 
 def step(now, position, *members, parts=None, dropped=()):
     parts = even_parts(len(members)) if parts is None else parts
-    return succeed(now, position=position, members=members, parts=parts, dropped=dropped)
+    return succeed(
+        now, position=position, fragment=0, members=members, parts=parts, dropped=dropped
+    )
 
 
 def test_electors_stay_although_they_are_not_in_the_group():
@@ -80,7 +83,7 @@ def test_electors_stay_although_they_are_not_in_the_group():
 
 def test_null_changes_nothing():
     now = standing(*"abc", newcomers=[Newcomer(peer_id="d", since=1, last=3)])
-    assert succeed(now, position=900, members=(), parts=(), dropped={"b"}) == now
+    assert succeed(now, position=900, fragment=0, members=(), parts=(), dropped={"b"}) == now
 
 
 def test_owner_takeover():
@@ -220,7 +223,7 @@ def test_electors_that_an_epoch_leaves_out_are_not_tried_again():
     before = standing(*"abc", newcomers=[Newcomer(peer_id="d", since=13, last=19, entries=7)])
     newcomers = remembered(before, [elector("a")], 20)
     assert sorted(n.peer_id for n in newcomers) == list("bcd")
-    now = Succession((elector("a"),), newcomers)
+    now = Succession((elector("a"),), newcomers, norms=(1.0,))
     now = step(now, 20, *map(member, "abd"))
     assert names(now) == list("ab")
     now = step(now, 21, *map(member, "abcd"))
@@ -246,6 +249,7 @@ def update(now, **changes):
         "parts": tuple(even_parts(4)),
         "electorate": now.electorate,
         "newcomers": now.newcomers,
+        "norms": now.norms,
     }
     return Entry(**{**values, **changes})
 
@@ -321,6 +325,7 @@ def test_of_keepers_an_entry_neither_adds_nor_drops_any():
     due = succeed(
         now,
         position=50,
+        fragment=0,
         members=members,
         parts=even_parts(4),
         dropped={"k"},

@@ -125,7 +125,7 @@ def test_the_encoding_is_pinned():
     assert fixed.digest.hex() == PINNED_DIGEST
 
 
-PINNED_DIGEST = "26e714d357cde64f88f0b93418b99cfa526a25e9524a5d8ef8b497f7e918ac7d"
+PINNED_DIGEST = "c4c3d6610afe24f419e549ce0eec24bf6dfd8bff3516c3ace0968f87731d3a87"
 
 
 @pytest.mark.parametrize("voters", [(0, 1, 2), (0, 1), (1, 2, 3), (0, 1, 2, 3)])

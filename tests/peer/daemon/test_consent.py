@@ -148,6 +148,16 @@ def test_a_data_set_of_the_hub_is_shown_as_such():
     assert "data: some/name, streamed from the Hugging Face hub" in request_of(spec, LAYOUT).lines
 
 
+def test_a_run_without_a_bound_of_norms_says_so():
+    def warned(method):
+        spec = RunSpec.from_dict({"outer": {"method": method}})
+        return [line for line in request_of(spec, LAYOUT).lines if "people you know" in line]
+
+    assert warned("diloco") == warned("sparseloco") == []
+    (line,) = warned("noloco")
+    assert line.startswith("noloco does not bound")
+
+
 @pytest.mark.parametrize(
     ("method", "codec"),
     [

@@ -20,6 +20,9 @@ FIRST, SECOND, THIRD = (int(LiarsModel(4, [TERM * t], []).leaders[TERM * t][1:])
 """Who leads the first terms."""
 TWO_TERMS = [0, TERM]
 AGAIN = [0, 1]  # the first leader proposes anew
+# Some electors report to the third leader at once, and pass over the second one; others do not, as
+# each has a memory of its own. A term that all pass over has no ballots.
+PASSED_OVER = [0, 2 * TERM]
 
 
 @pytest.mark.parametrize(
@@ -28,6 +31,7 @@ AGAIN = [0, 1]  # the first leader proposes anew
         ([0], FIRST, 100),
         (TWO_TERMS, FIRST, 15_000),
         (TWO_TERMS, SECOND, 10_000),
+        (PASSED_OVER, THIRD, 10_000),
         pytest.param(AGAIN, FIRST, 20_000, marks=pytest.mark.exhaustive),
     ],
 )
@@ -57,6 +61,10 @@ def test_no_random_schedule_of_many_terms_decides_twice(liar):
 
 def test_two_liars_of_seven_decide_nothing_twice():
     assert wander(60, electors=7, liars=(0, 1), attempts=(0, TERM, 2 * TERM)) > 3
+
+
+def test_no_random_schedule_with_terms_passed_over_decides_twice():
+    assert wander(200, liars=(THIRD,), attempts=(0, 1, 2 * TERM, 5 * TERM)) > 20
 
 
 @pytest.mark.exhaustive

@@ -104,6 +104,7 @@ def update_of(swarm, peers, body):
         members=members,
         parts=(part,),
         electorate=replica.electorate,
+        norms=(1.0,),
     )
 
 

@@ -1,0 +1,45 @@
+"""P18: a liar ends the terms of honest leaders, so that others pass them over from then on."""
+
+import asyncio
+
+from atoll.optim.log.entry import Certificate
+from atoll.peer.rounds.consensus.leader import leader_of
+from atoll.peer.rounds.consensus.round import term_of
+from support import attackers
+from support.swarm import reached, run_swarm
+
+
+def leaders_of(peer, start):
+    """The leaders of the terms at which entries were decided, and these terms."""
+    replica = peer.replica
+    rows = replica.store.headers(start, replica.position - start)
+    terms = [term_of(Certificate.decode(row.certificate).attempt) for row in rows]
+    electorates = [replica.electorate_at(row.position) for row in rows]
+    led = [
+        leader_of(electorate, row.position, term).peer_id
+        for row, electorate, term in zip(rows, electorates, terms, strict=True)
+    ]
+    return led, terms
+
+
+def test_leaders_whose_terms_a_liar_ends_are_not_passed_over(tmp_path, monkeypatch):
+    async def scenario(swarm):
+        peers = await swarm.start(4)
+        await swarm.until(lambda: reached(peers, 3))
+        *honest, liar = peers
+        at = max(p.replica.position for p in peers) + 1
+        with monkeypatch.context() as patch:
+            attackers.usurp(patch, liar)
+            await swarm.until(lambda: reached(peers, at + 12))
+        led, terms = leaders_of(honest[0], at)
+        stolen = [term for peer, term in zip(led, terms, strict=True) if term > 0]
+        assert len(stolen) >= 4, "the liar ended no term of others"
+        assert all(peer.ctx.failed.is_empty for peer in honest)
+        await asyncio.sleep(10)
+        at = max(p.replica.position for p in peers) + 1
+        await swarm.until(lambda: reached(peers, at + 12))
+        led, terms = leaders_of(honest[0], at)
+        assert set(terms) == {0} and len(set(led)) > 1, "they lead again at once"
+        assert swarm.same_bits(honest)
+
+    run_swarm(tmp_path, scenario, codec="int8")

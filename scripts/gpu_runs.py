@@ -10,7 +10,7 @@ from contextlib import nullcontext, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from gpu_place import Place, activity
+from gpu_place import ROOT, Place, activity
 from gpu_results import Check, Facts, Found
 from gpu_steps import TINY_MODEL
 
@@ -24,6 +24,8 @@ from atoll.peer.lab.demo import Demo, DemoOptions, DemoRun, Feed
 from atoll.peer.lab.simulate import SAVE_EVERY_S, Bench, Folder, Simulation, parse_methods
 from atoll.peer.lab.simulation_settings import Settings
 from atoll.peer.lab.summary import chains_equal, read_log, recovered_peers, states_equal
+from atoll.peer.training.permission import Allowed
+from atoll.peer.training.trainer import open_corpus
 
 LOOK_S = 0.5
 RUN_S = 900.0  # for a run of processes; a demo that makes no progress ends itself earlier
@@ -33,6 +35,8 @@ CLOSE = 0.1  # by which the peers' own figure may exceed the GPU's
 BYTES_A_STEP = 4  # a parameter's gradient in fp32
 
 MIXED = (sys.executable, str(Path(__file__).resolve().parent / "gpu_peer.py"))
+
+TINY_TEXT = str(ROOT / "docs")
 
 
 def say(line: str) -> None:
@@ -57,6 +61,7 @@ class Plan:
     kills: bool
     overrides: Mapping[str, int] = field(default_factory=dict)
     """fields of the preset"""
+    source: str = "stdlib"
     program: tuple[str, ...] = ATOLL
 
 
@@ -88,6 +93,7 @@ TINY_PLAN = Plan(
     seq_len=16,
     kills=False,
     overrides=TINY_MODEL,
+    source=TINY_TEXT,
     program=MIXED,
 )
 
@@ -98,7 +104,7 @@ def spec_of(plan: Plan, preset: str) -> RunSpec:
         {
             "run": {"name": "gpu", "rounds": plan.rounds},
             "model": {"preset": preset, "overrides": dict(plan.overrides)},
-            "data": {"seq_len": plan.seq_len},
+            "data": {"source": plan.source, "seq_len": plan.seq_len},
             "inner": {"batch_size": plan.batch_size, "warmup_steps": 2},
             "outer": {"inner_steps": plan.inner_steps},
             # All share a machine, which may be busy; and a killed peer also needs the snapshot.
@@ -260,6 +266,7 @@ TINY_SETTINGS = Settings(
     seq_len=16,
     model="nano",
     overrides=TINY_MODEL,
+    source=TINY_TEXT,
     points=1,
     valid_batches=1,
 )
@@ -337,7 +344,7 @@ def data_parallel(
         {
             "run": {"rounds": rounds, "seed": 0},
             "model": {"preset": settings.model, "overrides": dict(settings.overrides)},
-            "data": {"seq_len": settings.seq_len},
+            "data": {"source": settings.source, "seq_len": settings.seq_len},
             "inner": {
                 "lr": settings.lr,
                 "warmup_steps": int(settings.warmup * settings.steps),
@@ -362,6 +369,7 @@ def data_parallel(
             spec,
             peer_ids=names,
             device=place.choice,
+            corpus=open_corpus(spec, Allowed.everything_in(spec)),
             valid_batches=settings.valid_batches,
             progress=progress,
         )

@@ -58,6 +58,7 @@ class Sizes:
 
     bits_values: int
     windows: int
+    inner_steps: int
     codec_values: int
     window_presets: tuple[str, ...]
     """The largest first; the first one that fits is measured."""
@@ -74,6 +75,7 @@ class Sizes:
 REAL = Sizes(
     bits_values=1 << 22,
     windows=4,
+    inner_steps=4,
     codec_values=1 << 27,
     window_presets=("1b", "350m", "150m"),
     overrides={},
@@ -87,6 +89,7 @@ TINY_MODEL = {"dim": 16, "num_layers": 2, "num_heads": 2, "ffn_dim": 24}
 TINY = Sizes(
     bits_values=1 << 14,
     windows=2,
+    inner_steps=2,
     codec_values=1 << 14,
     window_presets=("nano",),
     overrides=TINY_MODEL,
@@ -216,12 +219,11 @@ def group_bits(place: Place, spec: str, sizes: Sizes) -> Facts:
     """Train one peer on the device and one on the CPU, in one group."""
     method = methods.parse(spec)
     group = in_process(2, method)
-    inner_steps = 4
     both = [
-        trained_worker(group.member(index), method, device, inner_steps, sizes)
+        trained_worker(group.member(index), method, device, sizes)
         for index, device in enumerate((place.device, Device.choose("cpu", "float32")))
     ]
-    for step in range(sizes.windows * inner_steps):
+    for step in range(sizes.windows * sizes.inner_steps):
         for index, (learner, worker) in enumerate(both):
             batch_BT = tokens(BYTES, 2, 32, seed=100 * step + index)
             gradient = learner.gradient([batch_BT], step=step)
@@ -241,14 +243,14 @@ def group_bits(place: Place, spec: str, sizes: Sizes) -> Facts:
 
 
 def trained_worker(
-    member: object, method: methods.Method, device: Device, inner_steps: int, sizes: Sizes
+    member: object, method: methods.Method, device: Device, sizes: Sizes
 ) -> tuple[Learner, Worker]:
     """Return a small model on a device, with its place in a group."""
     model = models.build("nano", overrides=sizes.overrides, vocab_size=BYTES, seq_len=32, seed=0)
     learner = Learner(
         model, InnerSection(warmup_steps=2), device, total_steps=0, optimizer=method.inner
     )
-    worker = method.worker(learner.model, learner.optimizer, member, inner_steps=inner_steps)  # type: ignore[arg-type]
+    worker = method.worker(learner.model, learner.optimizer, member, inner_steps=sizes.inner_steps)  # type: ignore[arg-type]
     return learner, worker
 
 

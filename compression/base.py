@@ -100,7 +100,7 @@ def refuse_infinite(witness: float) -> None:
 
 def require_finite(x: Tensor, what: str, *, limit: float = FLOAT_MAX) -> None:
     """Refuse a decoded field that is NaN, infinite or beyond `limit` in magnitude."""
-    largest = float(peak(x))
+    largest = float(peak(x).cpu())
     if not largest <= limit:
         raise CodecError(f"expected {what} of at most {limit:.3g}, got {largest:.3g}")
 

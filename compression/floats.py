@@ -55,7 +55,7 @@ def _copy(x_N: Tensor, codes: Tensor) -> Tensor:
 
 def require_all_finite(x: Tensor) -> None:
     """Refuse decoded values that are NaN or infinite; the sum is the cheap first look."""
-    if not math.isfinite(float(x.sum())):
+    if not math.isfinite(float(x.sum().cpu())):
         require_finite(x.to(torch.float32), "values")
 
 

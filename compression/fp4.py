@@ -57,7 +57,8 @@ class Fp4(FourBitCodec):
             if float(measures_BM.amax()) <= LARGEST:
                 return
         block_peaks(x_BK, measures_BM)  # a large float may have become infinite as bf16
-        _magnitudes(x_BK.clamp(-LARGEST, LARGEST))
+        if x_BK.device.type == "cpu":
+            _magnitudes(x_BK.clamp(-LARGEST, LARGEST))
 
     def _factors(self, measures_BM: Tensor, scales_BS: Tensor) -> Tensor:
         """Return the bits of the least magnitude that is not 0 as bf16, an octave lower."""
@@ -73,10 +74,14 @@ class Fp4(FourBitCodec):
         magnitude is above 86 times the least, none of these is a NaN.
         """
         size_BK = scratch("size", x_BK, torch.int16)
+        rounded_BK = scratch("rounded", x_BK, torch.bfloat16)
+        if x_BK.device.type != "cpu":  # its scratch is new at each call
+            rounded_BK.copy_(x_BK.clamp(-LARGEST, LARGEST))
+            torch.bitwise_and(rounded_BK.view(torch.int16), _int16(MAGNITUDE), out=size_BK)
         torch.maximum(size_BK, factors_BF, out=size_BK)
         torch.add(factors_BF * -32, size_BK, alpha=32, out=size_BK)
         code_BK = size_BK.view(torch.bfloat16)
-        torch.copysign(code_BK, scratch("rounded", x_BK, torch.bfloat16), out=code_BK)
+        torch.copysign(code_BK, rounded_BK, out=code_BK)
         pack_wide_(
             size_BK.bitwise_right_shift_(_int16(12)).view(-1), codes.view(torch.int16), numel
         )

@@ -33,9 +33,16 @@ def pytest_collection_modifyitems(config, items):
     # Its tests share one run, and wait for most of their 2.5 minutes: they begin first, so that no
     # worker takes the last of them over and begins a run of its own when the others have ended.
     items.sort(key=lambda item: item.path.name != "test_processes.py")
-    if config.getoption("--exhaustive"):
-        return
-    left_out = [item for item in items if item.get_closest_marker("exhaustive")]
+    left_out = []
+    if not config.getoption("--exhaustive"):
+        left_out += [item for item in items if item.get_closest_marker("exhaustive")]
+    if not torch.cuda.is_available():
+        for_gpus = [item for item in items if item.get_closest_marker("cuda")]
+        if "cuda" in config.getoption("markexpr"):  # asked for: say why they do not run
+            for item in for_gpus:
+                item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+        else:
+            left_out += for_gpus
     if left_out:
         items[:] = [item for item in items if item not in left_out]
         config.hook.pytest_deselected(items=left_out)

@@ -595,7 +595,7 @@ class Worker(ABC):
         if not self.places.all_of(is_finite(delta if isinstance(delta, Tensor) else local_F)):
             self._discard()
             local_F, delta = self._held(index), torch.zeros(self.fragments[index].numel)
-        losses = [float(loss) for loss in window.losses]
+        losses = [float(x.cpu() if isinstance(x, Tensor) else x) for x in window.losses]
         loss = sum(losses) / len(losses) if losses else float("nan")
         number = self._statistics.windows
         self._statistics = replace(self._statistics, windows=number + 1, loss=loss)

@@ -56,7 +56,7 @@ def test_older_instruction_sets_decode_the_same_bits():
     assert run.stdout.split() == [case["decoded_sha256"] for case in VECTORS]
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.cuda
 @pytest.mark.parametrize("case", VECTORS, ids=lambda case: case["spec"])
 def test_gpu_decodes_the_same_bits_and_encodes_decodable_frames(case):
     codec, shape = parse(case["spec"]), case["shape"]

@@ -79,6 +79,9 @@ def test_values_move_by_explicit_copies_alone():
         lambda there: there.numpy(),
         lambda there: there + torch.ones(2, 3),
         lambda there: torch.equal(there, there),
+        lambda there: there.nonzero(),
+        lambda there: there[there > 0],
+        lambda there: there[torch.tensor([0])],
     ],
 )
 def test_what_a_device_lacks_or_waits_for_is_refused(does):

@@ -1,0 +1,120 @@
+"""scripts/gpu.py: a dry run on the fake device, what is kept of it, and the page."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+SCRIPTS = ROOT / "scripts"
+pytestmark = pytest.mark.skipif(not SCRIPTS.is_dir(), reason="needs a checkout")
+sys.path.insert(0, str(SCRIPTS))  # as `scripts/gpu.py` itself starts
+gpu = pytest.importorskip("gpu")
+
+HERE = ["codecs", "window", "mfu-1b", "ddp", "diloco", "streaming"]  # without other processes
+
+
+def test_a_dry_run_keeps_its_rows_and_repeats_nothing(tmp_path, capsys):
+    words = ["--dry-run", "--out", str(tmp_path)]
+    assert gpu.main([*words, "--json", "--only", *HERE]) == 0
+    outcomes = json.loads(capsys.readouterr().out)
+    assert [outcome["step"] for outcome in outcomes] == HERE
+    assert all(outcome["rows"] and outcome["is_complete"] for outcome in outcomes)
+    file = tmp_path / gpu.FILE
+    kept = file.read_bytes()
+    assert gpu.main([*words, "--only", *HERE]) == 0
+    assert file.read_bytes() == kept
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+def test_a_dry_run_with_processes_has_equal_bits(tmp_path, capsys):
+    words = ["--dry-run", "--out", str(tmp_path), "--json", "--only", "tests", "bits", "peers"]
+    assert gpu.main(words) == 0
+    tests, bits, peers = json.loads(capsys.readouterr().out)
+    assert tests["rows"][0]["skipped"] == tests["rows"][0]["tests"] > 0
+    assert all(check["is_met"] for check in bits["checks"])
+    assert peers["rows"][0]["rounds"] == gpu.gpu_runs.TINY_PLAN.rounds
+
+
+def found(**changes):
+    check = gpu.gpu_results.Check(name="bits", got="other", expected="equal", is_met=False)
+    return gpu.Found(**({"rows": [{"a": 1}], "checks": [check]} | changes))
+
+
+def session(tmp_path, **options):
+    place = gpu.Place(device=gpu.gpu_steps.Device.choose("cpu"), name="card", is_dry=True)
+    return gpu.Session(place, tmp_path, **({"minutes": 40.0} | options))
+
+
+def step(run, name="bits"):
+    return gpu.Step(name=name, minutes=1, title="a step", run=run)
+
+
+def test_a_check_that_does_not_hold_is_an_exit_code(tmp_path, capsys):
+    here = session(tmp_path)
+    here.run([step(lambda call: found())], ())
+    assert here.code == 1
+    assert "NOT MET bits: other, expected equal" in capsys.readouterr().err
+    again = session(tmp_path)
+    again.run([step(lambda call: pytest.fail("done already"))], ())
+    assert again.code == 1  # it stays one until the step is repeated
+    again.run([step(lambda call: found(checks=[]))], ["bits"])
+    assert again.code == 0
+
+
+def test_a_failed_step_leaves_the_others_and_an_interrupted_call_its_rows(tmp_path):
+    def fails(call):
+        raise RuntimeError("no memory")
+
+    def interrupted(call):
+        raise KeyboardInterrupt
+
+    here = session(tmp_path)
+    steps = [step(fails, "codecs"), step(lambda call: found(checks=[])), step(interrupted, "ddp")]
+    with pytest.raises(KeyboardInterrupt):
+        here.run(steps, ())
+    assert here.failed == ["codecs"] and here.code == 1
+    assert list(gpu.Kept(tmp_path / gpu.FILE).of(gpu.commit(), "card")) == ["bits"]
+
+
+def test_a_step_that_stopped_half_way_is_taken_up_again(tmp_path):
+    here = session(tmp_path)
+    here.run([step(lambda call: found(checks=[], is_complete=False))], ())
+    assert here.code == gpu.LEFT
+    again = session(tmp_path)
+    again.run([step(lambda call: found(checks=[]))], ())
+    assert again.code == 0 and again.outcomes["bits"].is_complete
+
+
+def test_a_simulation_that_runs_out_of_time_continues_where_it_was(tmp_path, monkeypatch):
+    monkeypatch.setattr(gpu.Place, "choice", "cpu")
+    place = gpu.Place(device=gpu.gpu_steps.Device.choose("cpu"), name="cpu", is_dry=True)
+    settings = gpu.gpu_runs.TINY_SETTINGS
+    part = gpu.gpu_runs.method(place, "diloco", settings, tmp_path, deadline_s=0.0)
+    assert not part.is_complete and part.rows[0]["steps"] == 0
+    whole = gpu.gpu_runs.method(place, "diloco", settings, tmp_path, deadline_s=float("inf"))
+    assert whole.is_complete and whole.rows[0]["tokens"] == settings.tokens
+
+
+def test_a_step_that_does_not_fit_is_left_out_and_said(tmp_path, capsys):
+    words = ["--dry-run", "--out", str(tmp_path), "--minutes", "0.5", "--only", "codecs"]
+    assert gpu.main(words) == gpu.LEFT
+    assert "left out" in capsys.readouterr().err
+
+
+def test_a_gpu_has_the_peak_of_its_own_name():
+    peak = gpu.gpu_steps.peak_tflops
+    assert peak("NVIDIA H100 80GB HBM3", "bfloat16") == 989
+    assert peak("NVIDIA GeForce RTX 4090", "bfloat16") == 165.2
+    assert peak("Tesla T4", "float16") == 65
+    assert peak("NVIDIA GeForce RTX 4090 Laptop GPU", "bfloat16") is None
+    assert peak("NVIDIA L4", "float32") is None
+
+
+def test_the_page_is_that_of_the_kept_rows():
+    text = gpu.PAGE.read_text()
+    file = gpu.PAGE.with_suffix(".json")
+    outcomes = gpu.Kept(file).all()
+    assert gpu.gpu_results.page(text, outcomes, gpu.TITLES) == text

@@ -9,6 +9,7 @@ Grammar::
 
 from __future__ import annotations
 
+import functools
 import re
 import typing
 from collections.abc import Callable
@@ -90,8 +91,12 @@ def _parse_term(term: str, depth: int) -> Codec:
     return _construct(cls, items, depth)
 
 
+# Each lookup compiles every annotation; advice on a run builds codecs by the thousand.
+_kinds = functools.cache(typing.get_type_hints)
+
+
 def _construct(cls: type[Codec], items: list[str], depth: int) -> Codec:
-    known = typing.get_type_hints(cls)
+    known = _kinds(cls)
     names_of = [f.name for f in fields(cls) if f.init]
     arguments: dict[str, Any] = {}
     for item in items:

@@ -2,7 +2,8 @@
 
 A folder of tests has the name of a package, or is `scripts`. A file in it is `test_MODULE.py` or
 `test_MODULE_ASPECT.py`. Files in `tests` itself are about the repository as a whole, and those in
-`tests/attacks` have the numbers of attacks, which docs/security.md lists.
+`tests/attacks` have the numbers of attacks, which docs/security.md lists. Those in `tests/cuda`
+need a GPU, whatever they test.
 """
 
 from pathlib import Path
@@ -11,7 +12,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 TESTS = ROOT / "tests"
-ELSEWHERE = {"attacks", "support"}
+ELSEWHERE = {"attacks", "cuda", "support"}
 
 # Files that no single module accounts for, each list with its reason.
 ACROSS = {

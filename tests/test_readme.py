@@ -90,7 +90,7 @@ def write_checkpoint(folder):
 
 
 @pytest.fixture
-def place(tmp_path, monkeypatch):
+def place(tmp_path, monkeypatch, own_modules):
     """A folder, a reducer for `connect`, a checkpoint and a stand-in for `transformers`."""
 
     def connect(*arguments, **options):

@@ -31,6 +31,7 @@ Spec strings, as `streaming(count=4, tau=5, codec=int4)`, have this grammar::
 from __future__ import annotations
 
 import difflib
+import functools
 import math
 import re
 import typing
@@ -360,8 +361,12 @@ def _items(method: type[Method], text: str) -> dict[str, object]:
     return found
 
 
+# Each lookup compiles every annotation; advice on a run builds methods and codecs by the thousand.
+_kinds = functools.cache(typing.get_type_hints)
+
+
 def _construct(method: type[Method], options: dict[str, object]) -> Method:
-    kinds = typing.get_type_hints(method)
+    kinds = _kinds(method)
     known = [f.name for f in fields(method)]
     unknown = [key for key in options if key not in known]
     if unknown:

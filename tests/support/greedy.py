@@ -219,6 +219,7 @@ def costly(replica, *, position=0, members=MAX_MEMBERS, **changes):
         "reports": bytes(32),
         "electorate": [elector.model_dump() for elector in replica.electorate],
         "newcomers": [],
+        "norms": [],
         "state_root": None,
     }
     return msgpack.packb(fields | changes)

@@ -375,12 +375,11 @@ def window(place: Place, sizes: Sizes, folder: Path) -> Found:
         "inner": learner.optimizer.state_dict(),
         "synced": worker.synced_N,
     }
-    copies: list[saved.Copied] = []
-    copy = partial(saved.copied, tree, constant=[worker.synced_N])
-    timed("copy to save, training stands", 3, lambda: copies.append(copy()))
     with tempfile.TemporaryDirectory(dir=folder) as disk:
-        path = Path(disk) / "state"
-        timed("write what was copied", 4, lambda: saved.write(path, copies[0], kind="gpu", run="-"))
+        path, begun = Path(disk) / "state", list[saved.Begun]()
+        begin = partial(saved.begin, path, tree, kind="gpu", run="-")
+        timed("save, training stands", 4, lambda: begun.append(begin()))
+        timed("hash and sync what was saved", 4, lambda: saved.finish(begun[0]))
         back = saved.load(path, kind="gpu", run="-")
     is_back = same_bits(back["synced"], worker.synced_N) and all(
         torch.equal(value.cpu(), back["model"][name])

@@ -27,7 +27,7 @@ def test_a_dry_run_keeps_its_rows_and_repeats_nothing(tmp_path, capsys):
     assert file.read_bytes() == kept
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive  # three processes for half a minute; the other steps run always
 @pytest.mark.timeout(240)
 def test_a_dry_run_with_processes_has_equal_bits(tmp_path, capsys):
     words = ["--dry-run", "--out", str(tmp_path), "--json", "--only", "tests", "bits", "peers"]

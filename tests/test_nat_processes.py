@@ -67,6 +67,7 @@ def newest(folder):
     return max((int(n) for n, _ in ROUND.findall((folder / "coordinator.log").read_text())))
 
 
+@pytest.mark.timeout(480)
 @pytest.mark.exhaustive  # minutes: six processes at links of the lab, and two deadlines to pass
 def test_a_run_at_one_port_outlasts_a_move_and_the_death_of_a_relay(tmp_path):
     """Two peers are behind routers between which no hole works; the third relays for them."""
@@ -97,14 +98,9 @@ def test_a_run_at_one_port_outlasts_a_move_and_the_death_of_a_relay(tmp_path):
             # A relay is named once its record was seen.
             until(lambda: all(said(n, "relays of this peer") for n in ("ann", "ben")), tmp_path)
             lab.readdress(1)
-            until(
-                lambda: said(
-                    "ann", f"reachable again: a router refuses connections to /ip4/{lab.ip(1)}"
-                ),
-                tmp_path,
-            )
             moved = newest(tmp_path)
-            until(lambda: rounds_of(tmp_path, 3, after=moved), tmp_path)
+            # The round that the move strikes may count without the peer that moved.
+            until(lambda: rounds_of(tmp_path, 3, after=moved + 1), tmp_path)
             children["cy"].kill()
             killed = newest(tmp_path)
             until(lambda: rounds_of(tmp_path, 2, after=killed + 1), tmp_path)

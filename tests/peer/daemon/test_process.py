@@ -59,6 +59,7 @@ def test_a_slow_peer_takes_shorter_windows_by_the_others_records(organise, kit, 
     kit.until(lambda: members(organiser, after=position) == 2, "a round of both")
 
 
+@pytest.mark.exhaustive  # 100 rounds of processes; in a simulation test_simulated_windows.py
 def test_windows_grow_alike_at_peers_that_stay_and_one_that_starts_again(organise, kit, start):
     outer = {"inner_steps": 8, "windows": "qsr", "growth": 0.0069}
     spec = kit.tiny_spec(

@@ -16,8 +16,8 @@ def strike_at(folder, message, kind, end, peers=3):
     return run_strike(folder, peers, lambda swarm: Strike(swarm, kind, message, end))
 
 
-@pytest.mark.parametrize("message", range(2, 104, 4))
-def test_a_fault_at_one_of_four_messages(tmp_path, message):
+@pytest.mark.parametrize("message", range(2, 104, 9))
+def test_a_fault_at_one_of_nine_messages(tmp_path, message):
     kind, end = KINDS[message % len(KINDS)]
     assert strike_at(tmp_path, message, kind, end) is not None
 

@@ -108,12 +108,12 @@ def test_a_tied_model_stays_tied_and_gets_gradients():
     "method",
     [
         "diloco",
-        "ddp",
-        "muloco",
+        *(
+            pytest.param(method, marks=pytest.mark.exhaustive)
+            for method in ("muloco", "ddp", "eager", "dlion")
+        ),
         "sparseloco",
         "streaming(count=2, tau=2)",
-        "eager",
-        "dlion",
         "demo",
     ],
 )

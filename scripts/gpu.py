@@ -34,7 +34,7 @@ LEFT = 3  # exit code
 
 @dataclass(frozen=True, kw_only=True)
 class Call:
-    """What a step needs to know."""
+    """Hold the arguments of a step."""
 
     place: Place
     folder: Path
@@ -43,7 +43,7 @@ class Call:
 
     @property
     def sizes(self) -> gpu_steps.Sizes:
-        """How much to measure."""
+        """Return the amounts that steps measure."""
         return gpu_steps.TINY if self.place.is_dry else gpu_steps.REAL
 
 

@@ -1,4 +1,4 @@
-"""What `scripts/gpu` found: kept after each step, and shown as a page.
+"""Keep the results of `scripts/gpu` after each step, and show them as a page.
 
 The file is replaced at once and as a whole, so an interruption loses at most the step under way.
 """

@@ -125,7 +125,7 @@ def spec_of(plan: Plan, preset: str) -> RunSpec:
 
 
 class Looks:
-    """What the coordinator said of a run, and when."""
+    """Hold a status of a run, and the time at which it came."""
 
     def __init__(self) -> None:
         self.seen: list[tuple[float, RunStatus]] = []

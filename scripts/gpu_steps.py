@@ -54,7 +54,7 @@ METHODS = ("diloco", "diloco(codec=int4)", "muloco", "sparseloco", "streaming(co
 
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """How much to measure."""
+    """Hold the amounts that steps measure."""
 
     bits_values: int
     windows: int

@@ -179,11 +179,13 @@ def _evened(side: Side, other: Side) -> Side:
 
 
 def _clipped(sides: Sequence[Side], at: float) -> list[Tensor]:
-    """The pseudo-gradients, the partner's no longer a step than `at` times one's own, the first.
+    """Clip the partner's pseudo-gradient to `at` times one's own a step, the first; 0 clips none.
 
     One's own is whole: next to nothing of a partner would otherwise clip it to next to nothing.
     """
     deltas = [side.delta_N for side in sides]
+    if not at:
+        return deltas
     norms = [float(delta_N.norm()) for delta_N in deltas]
     _, *factors = clip_factors(norms, [max(1, side.steps) for side in sides], at=at)
     theirs = [delta_N * factor for delta_N, factor in zip(deltas[1:], factors, strict=True)]

@@ -1361,7 +1361,7 @@ class LiveReplica(ReplicaView):
         await self.change(work, report)
 
     def electorate_at(self, position: int) -> tuple[Elector, ...]:
-        """Return those who vote at a position; see `Replica.electorate_at`."""
+        """Return those who vote at a position; none if its entries are not here."""
         return self.core.electorate_at(position)
 
     # Recovery

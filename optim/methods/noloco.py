@@ -88,9 +88,8 @@ class NoLoCoMethod(PairedMethod):
 
     codec: Codec = field(default_factory=Fp32)  # no residual keeps what is lost of the weights
     feedback: float = 0.0
-    clip_at: float = (
-        0.0  # a partner's weights count as they are, so a bound on this protects nobody
-    )
+    # A partner's weights count as they are, so a bound on pseudo-gradients protects nobody.
+    clip_at: float = 0.0
 
     lr: float = 0.7
     """Share of the pair's mean pseudo-gradient."""

@@ -67,7 +67,7 @@ class StateGone(StateError):
 
 
 class _Readers:
-    """Those who read the vectors of a state, until the next one takes their place."""
+    """Count the readers of a state, and end reading before the next one takes its place."""
 
     def __init__(self) -> None:
         self._lock = Lock()

@@ -144,8 +144,8 @@ def expect_room(needs: Resources, folder: Path) -> None:
     Raises:
         NoRoom: it needs more memory than there is, or more disk than is free or its own by now.
     """
-    has_gpu = torch.cuda.is_available() or torch.backends.mps.is_available()
-    memory = needs.peer_memory - (needs.inner_memory if has_gpu else 0)
+    # The memory of a Mac's GPU is the machine's own.
+    memory = needs.peer_memory - (needs.inner_memory if torch.cuda.is_available() else 0)
     there = psutil.virtual_memory().total
     if memory > there:
         raise NoRoom(

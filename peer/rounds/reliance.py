@@ -1,11 +1,11 @@
-"""What a peer remembers of others that break no rule and cost the rounds time.
+"""A peer remembers others that break no rule and cost the rounds time.
 
 A peer that answers "ready now" and never reports makes a group wait for its grace. A leader that
 sends keepalives and closes no group costs its term's time, and one that leaves a member out costs
 that member's round. None can be told from a peer that is slow or cut off, so none is banned: a
 leader expects the first no longer, and members report to the leader after the others. All rules are
-local. They change how long this peer waits, and for
-whom; what is decided does not depend on them, so peers need not agree on what they remember.
+local. They change how long this peer waits, and for whom; no decision depends on them, so peers
+need not agree on what they remember.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ SILENT_GRACES, MARGIN_STALLS, DECISION_STALLS = 4, 4, 20
 
 
 class Promises:
-    """How often peers said when they would be ready, and did not report by then."""
+    """Count how often peers said when they would be ready, and did not report by then."""
 
     def __init__(self) -> None:
         self._broken: dict[str, int] = {}
@@ -61,7 +61,7 @@ class Promises:
 
 
 class Omissions:
-    """How often leaders decided updates without this peer, which had reported to them.
+    """Count how often leaders decided updates without this peer, which had reported to them.
 
     A peer believes its own account alone. Another one cannot know whether a report came too late or
     was left out, so a member that accuses a leader has no effect on others, and a leader that

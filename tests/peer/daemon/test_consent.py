@@ -92,7 +92,6 @@ def test_the_owner_sees_what_the_run_asks_for(tmp_path):
 
 def test_a_run_that_cannot_fit_is_refused_before_the_owner_is_asked(tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
     owner, run = Owner(tmp_path), membership_of(model={"preset": "mini"})
     needs = needs_of(run.spec, run.layout)
     there = SimpleNamespace(total=needs.peer_memory - 1)

@@ -12,7 +12,8 @@ from atoll.coordinator.run.spec import RunSpec, template
 from atoll.peer.cli.main import main
 from atoll.peer.lab.children import Child
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+# Five processes that import torch. In one process, with real sockets: peer/daemon/test_keeping.py.
+pytestmark = [pytest.mark.exhaustive, pytest.mark.timeout(240)]
 
 DEADLINE_S = 120.0  # five processes that import torch: a few seconds each on an idle machine
 PEER = ("--listen", "/ip4/127.0.0.1/tcp/0", "--device", "cpu", "--yes", "--stop-with-stdin")

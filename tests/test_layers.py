@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from support.sources import parsed
+
 ROOT = Path(__file__).parents[1]
 BELOW = {
     "compression": set(),
@@ -74,7 +76,7 @@ def room(name):
 
 def imports(source):
     """Every dotted name that a module imports, wherever in it; `from a import b` gives a.b."""
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(parsed(source)):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -151,7 +153,7 @@ def test_every_room_has_modules():
 def test_a_class_name_has_one_meaning():
     places = defaultdict(list)
     for module, source in modules():
-        for node in ast.walk(ast.parse(source)):
+        for node in ast.walk(parsed(source)):
             if isinstance(node, ast.ClassDef):
                 places[node.name.lstrip("_")].append(module)
     assert {name: where for name, where in places.items() if len(where) > 1} == {}

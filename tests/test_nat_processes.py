@@ -133,7 +133,7 @@ def test_peers_behind_two_kinds_of_routers_make_every_round(tmp_path):
             state = ("--state-dir", tmp_path / "state", "--invite-file", invite)
             start(0, "coordinator", "coordinator", spec, *state)
             until(invite.exists, tmp_path)
-            options = ("--yes", "--data", tmp_path / "text.txt", "--device", "cpu")
+            options = ("--yes", "--data", tmp_path / "text.txt", "--device", "cpu", "--share", 0.3)
             peers = [
                 start(host, name, "peer", invite, *options, "--state-dir", tmp_path / name)
                 for host, name in ((1, "ann"), (2, "ben"))

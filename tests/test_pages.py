@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from atoll.peer.cli import main as cli
+from support.sources import parsed
 
 ROOT = Path(__file__).parents[1]
 DEPLOY = ROOT / "docs" / "deploy"
@@ -23,7 +24,7 @@ WIDTH = 88  # of prose, as CONTRIBUTING.md asks
 def texts_of_the_source():
     for folder in ("coordinator", "dht", "optim", "peer"):
         for path in (ROOT / folder).rglob("*.py"):
-            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            for node in ast.walk(parsed(path.read_text(encoding="utf-8"))):
                 if isinstance(node, ast.Constant) and isinstance(node.value, str):
                     yield node.value
 

@@ -9,6 +9,7 @@ from atoll.coordinator.run.phases import RoundPhase, RoundStage
 from atoll.dht.refusals import RefusalCode
 from atoll.dht.transport import MAX_CODE_BYTES
 from atoll.peer.training.statistics import TrainerPhase
+from support.sources import parsed
 
 ROOT = Path(__file__).parents[1]
 LAYERS = ("dht", "coordinator", "peer")
@@ -18,7 +19,7 @@ def product():
     for layer in LAYERS:
         for path in sorted((ROOT / layer).rglob("*.py")):
             if path.name != "refusals.py":
-                yield path, ast.parse(path.read_text(encoding="utf-8"))
+                yield path, parsed(path.read_text(encoding="utf-8"))
 
 
 def documented():

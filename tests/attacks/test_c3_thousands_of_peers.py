@@ -15,7 +15,7 @@ from atoll.coordinator.run.status import MAX_PEERS_SHOWN, PeerStatus, RunStatus
 from support import kit
 
 MEMBERS = 5_000
-SECONDS = 120.0
+SECONDS = 90.0
 
 
 class Clock:

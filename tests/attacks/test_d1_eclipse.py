@@ -192,7 +192,7 @@ def test_rounds_joiners_and_restarts_work_although_the_dht_is_eclipsed(tmp_path,
             invite=organiser.invite, state_dir=tmp_path / name, name=name, listen=LOOPBACK
         )
         stop = Stop()
-        options = RunOptions(peer=peer, device="cpu", yes=True)
+        options = RunOptions(peer=peer, device="cpu", yes=True, share=0.2)
         thread = threading.Thread(
             target=lambda: join_and_train(options, on_event=lambda event: None, stop=stop),
             daemon=True,

@@ -4,7 +4,7 @@ from support.attackers import tease
 from support.swarm import SETTINGS, reached, run_swarm
 
 
-async def round_s(swarm, peers, count=8):
+async def round_s(swarm, peers, count=5):
     """Seconds a round."""
     began_s, at = swarm.now(), min(peer.replica.position for peer in peers)
     await swarm.until(lambda: reached(peers, at + count), timeout_s=600.0)

@@ -46,7 +46,7 @@ def test_a_leader_that_leaves_members_out_is_shown_and_loses_them(tmp_path, monk
         left_out = led_by(honest[0], at, liar.ctx.me)
         assert len(left_out) >= 3
         at = max(p.replica.position for p in peers) + 1
-        await swarm.until(lambda: reached(peers, at + 16), timeout_s=900.0)
+        await swarm.until(lambda: reached(peers, at + 8), timeout_s=900.0)
         later = led_by(honest[0], at, liar.ctx.me)
         assert later
         if victims == 3:  # they are most of the acceptors: another leader decides, with them

@@ -34,7 +34,13 @@ def test_a_leader_that_drops_electors_that_answer_gets_no_votes(tmp_path, monkey
     run_swarm(tmp_path, scenario, codec="int8")
 
 
-@pytest.mark.parametrize("count", [4, 9], ids=["few", "more than send votes to all"])
+@pytest.mark.parametrize(
+    "count",
+    [
+        pytest.param(4, id="few"),
+        pytest.param(9, id="more than send votes to all", marks=pytest.mark.exhaustive),
+    ],
+)
 def test_nor_does_it_bind_other_leaders_by_its_own_vote(tmp_path, monkeypatch, count):
     """Its promises name the entry that it alone accepted; the others pass that over."""
     ask, prepare = Voter._expect_silent, Voter._prepare

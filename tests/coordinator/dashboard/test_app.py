@@ -23,7 +23,7 @@ from atoll.coordinator.report.feed import FeedError
 from atoll.coordinator.run.status import Event, Gap
 from atoll.coordinator.run.text import ABSENT
 
-SIZES = [(80, 24), (80, 60), (120, 24), (120, 40), (200, 60)]
+SIZES = [(80, 24), (120, 40), (200, 60)]
 SVG_CELL_WIDTH = 12.2  # Textual's
 HOSTILE = "\x1b[2J[red]x[/red] [@click=app.leave]hit[/] \u202e\x07\n名"
 

@@ -14,6 +14,8 @@ from atoll.peer.daemon.reducer import RunReducer
 from support.organiser import LOOPBACK
 from support.reducer_bench import Bench
 
+SHARE = 0.3  # of the time to train: more would only take cores from the other peers and tests
+
 
 @pytest.fixture
 def bench(tmp_path):
@@ -71,6 +73,7 @@ class Running:
         self.result = self.error = None
         self.stop = Stop()
         peer = PeerOptions(invite=invite, state_dir=state_dir, name=state_dir.name, listen=LOOPBACK)
+        options = {"share": SHARE} | options
         self._options = RunOptions(peer=peer, device="cpu", yes=True, **options)
         self.thread = threading.Thread(target=self._run, daemon=True)
         self.thread.start()

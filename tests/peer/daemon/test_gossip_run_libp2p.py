@@ -17,6 +17,7 @@ def trainer_of(reducer, path):
         device="cpu",
         position=peer.position,
         validate_every=0,
+        share=0.3,  # of the time: three trainers share two cores with other tests
         state_path=path,
     )
     model = build_model(peer.spec, 256)

@@ -22,7 +22,7 @@ class Child:
     def __init__(self, invite, state_dir, ranks, text):
         command = [sys.executable, "-m", "atoll.peer.cli.main", "peer", str(invite), "--json"]
         command += ["--yes", "--device", "cpu", "--ranks", str(ranks), "--listen", *LOOPBACK]
-        command += ["--data", str(text)]
+        command += ["--data", str(text), "--share", "0.3"]
         self.process = subprocess.Popen(
             [*command, "--state-dir", str(state_dir)], stdout=subprocess.PIPE, text=True
         )

@@ -42,6 +42,9 @@ def test_a_peer_trains_to_the_end_and_the_coordinator_has_it_all(organise, kit, 
     assert peer.state_digest == state.root().hex()
     assert [e.kind for e in daemon.events][-1] == "stopped"
 
+    assert start(organiser.invite).join() is True, "a finished run leaves it nothing to do"
+    assert organiser.status().position == 3
+
 
 def test_a_slow_peer_takes_shorter_windows_by_the_others_records(organise, kit, start):
     outer = {"inner_steps": 8, "windows": "deadline"}
@@ -90,13 +93,6 @@ def test_windows_grow_alike_at_peers_that_stay_and_one_that_starts_again(organis
     assert len(rows) >= 3
 
 
-def test_a_peer_of_a_finished_run_has_nothing_to_do(organise, kit, start):
-    organiser = organise(kit.tiny_spec())
-    start(organiser.invite).join()
-    assert start(organiser.invite).join() is True
-    assert organiser.status().position == 3
-
-
 def expect_back(kit, organiser, daemon):
     """Wait until a peer that started again is a member of a round of three."""
     kit.until(lambda: daemon.said("trains on", kind="ready"), "it to train")
@@ -105,34 +101,33 @@ def expect_back(kit, organiser, daemon):
     kit.until(lambda: members(organiser, there) == 3, "it to be a member again")
 
 
-def test_a_stopped_peer_leaves_and_resumes_where_it_was(crew, kit, start, tmp_path):
+def test_a_stopped_peer_resumes_where_it_was_even_if_its_file_is_damaged(
+    crew, kit, start, tmp_path
+):
     organiser, daemon = crew
+    path = tmp_path / "peer" / "trainer.safetensors"
     daemon.stop.set()
     assert daemon.join() is False
     peer = next(p for p in organiser.status().peers if p.name == "peer")
     assert peer.state == "left"
-    assert (tmp_path / "peer" / "trainer.safetensors").exists()
+    assert path.exists()
 
     again = start(organiser.invite)
     expect_back(kit, organiser, again)
     assert again.said("inner optimizer and data position resumed")
+
+    again.stop.set()
+    again.join()
+    path.write_bytes(flip_a_bit(path.read_bytes()))
+    damaged = start(organiser.invite)
+    expect_back(kit, organiser, damaged)
+    assert damaged.said("starting with a fresh inner optimizer")
 
 
 def flip_a_bit(saved):
     damaged = bytearray(saved)
     damaged[-5] ^= 1
     return damaged
-
-
-def test_a_damaged_trainer_file_costs_the_inner_optimizer_only(crew, kit, start, tmp_path):
-    organiser, daemon = crew
-    path = tmp_path / "peer" / "trainer.safetensors"
-    daemon.stop.set()
-    daemon.join()
-    path.write_bytes(flip_a_bit(path.read_bytes()))
-    daemon = start(organiser.invite)
-    expect_back(kit, organiser, daemon)
-    assert daemon.said("starting with a fresh inner optimizer")
 
 
 def test_the_end_of_a_run_that_was_missed_is_noticed_at_once(organise, kit, start):

@@ -25,7 +25,7 @@ class Running:
         self.said, self._stop = [], Stop()
         self._thread = threading.Thread(
             target=join_and_train,
-            args=(RunOptions(peer=peer, device="cpu", yes=True),),
+            args=(RunOptions(peer=peer, device="cpu", yes=True, share=0.3),),
             kwargs={"on_event": lambda e: self.said.append(e.text), "stop": self._stop},
             daemon=True,
         )

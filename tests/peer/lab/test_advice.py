@@ -178,7 +178,8 @@ def test_the_table_by_windows_is_what_the_benchmarks_hold():
 
 def test_every_measured_method_can_be_planned():
     model = bare_model(RunSpec())
-    known = advice.options(model, Setting(peers=4, mbit_s=100.0, step_s=0.1), step_tokens=1024)
+    setting = Setting(peers=4, mbit_s=100.0, step_s=0.1)
+    known = advice.options(model, setting, step_tokens=1024, windows=(50,))
     assert {option.method for option in known} == set(advice.contenders())
     assert pick(known).runs
 

@@ -12,6 +12,7 @@ from atoll.peer.rounds.consensus.dissemination import FAN_OUT
 from support.swarm import reached, run_swarm
 
 CELL_VALUES = 64
+FEW_AND_MANY = (12, 36)  # peers
 OWNERS = 4
 SPREAD_S = 0.4  # windows end within it, so that nobody is waited for
 
@@ -46,7 +47,7 @@ def counted(tmp_path_factory):
     patch = pytest.MonkeyPatch()
     patch.setattr(cuts, "CELL", CELL_VALUES)
     try:
-        return {n: count_a_round(tmp_path_factory.mktemp(f"swarm-{n}"), n) for n in (12, 48)}
+        return {n: count_a_round(tmp_path_factory.mktemp(f"swarm-{n}"), n) for n in FEW_AND_MANY}
     finally:
         patch.undo()
 
@@ -62,7 +63,7 @@ def of_method(counted, num_peers, method):
 
 
 def test_a_member_without_parts_sends_as_little_among_many_as_among_few(counted):
-    few, many = (statistics.median(of_peers(counted, n).values()) for n in (12, 48))
+    few, many = (statistics.median(of_peers(counted, n).values()) for n in FEW_AND_MANY)
     assert many <= 1.25 * few
 
 
@@ -74,8 +75,8 @@ def test_nobody_tells_more_than_eight_of_the_decision(counted):
 
 
 def test_a_leader_s_messages_grow_as_its_members_do_and_not_faster(counted):
-    few, many = (max(of_peers(counted, n).values()) for n in (12, 48))
-    assert many <= 48 / 12 * few
+    few, many = (max(of_peers(counted, n).values()) for n in FEW_AND_MANY)
+    assert many <= FEW_AND_MANY[1] / FEW_AND_MANY[0] * few
 
 
 def test_whoever_is_missing_is_asked_once_or_twice_where_they_are(counted):

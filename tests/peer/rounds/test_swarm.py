@@ -91,7 +91,7 @@ def test_twenty_rounds_with_a_kill_leave_bit_identical_replicas(tmp_path):
     run(tmp_path, scenario)
 
 
-@pytest.mark.parametrize("after_s", [0.0, 0.03, 0.06, 0.1, 0.15])
+@pytest.mark.parametrize("after_s", [0.0, 0.06, 0.15])
 @pytest.mark.parametrize("victim", [not_the_leader, the_leader])
 def test_the_others_commit_within_a_second_of_a_kill(tmp_path, victim, after_s):
     async def scenario(swarm):
@@ -276,8 +276,8 @@ def test_settings_are_those_of_the_protocol():
     assert SETTINGS.stall_s == 1.5
 
 
-@pytest.mark.parametrize("position", [6, 7, 8, 9])
-def test_a_joiner_finds_a_certified_snapshot_at_every_position(tmp_path, position):
+@pytest.mark.parametrize("position", [6, 7])  # with a snapshot of its own, and without
+def test_a_joiner_finds_a_certified_snapshot_at_any_position(tmp_path, position):
     async def scenario(swarm):
         peers = await swarm.start(3)
         await swarm.until(lambda: all(p.replica.position >= position for p in peers))

@@ -59,7 +59,7 @@ def test_everyone_is_told_and_nobody_tells_more_than_eight(tmp_path, monkeypatch
     run(tmp_path, monkeypatch, scenario)
 
 
-@pytest.mark.parametrize("blow", ["kill", "freeze"])
+@pytest.mark.parametrize("blow", ["kill", pytest.param("freeze", marks=pytest.mark.exhaustive)])
 def test_who_is_to_pass_it_on_and_cannot_is_passed_over(tmp_path, monkeypatch, blow):
     async def scenario(swarm):
         struck = []

@@ -112,8 +112,15 @@ def test_nobody_sends_a_group_to_more_than_eight_and_all_take_part(tmp_path, mon
     run(tmp_path, monkeypatch, scenario)
 
 
-@pytest.mark.parametrize("blow", ["kill", "freeze"])
-@pytest.mark.parametrize("end", [0, 1])
+@pytest.mark.parametrize(
+    ("blow", "end"),
+    [
+        ("kill", 0),
+        ("freeze", 1),
+        pytest.param("kill", 1, marks=pytest.mark.exhaustive),
+        pytest.param("freeze", 0, marks=pytest.mark.exhaustive),
+    ],
+)
 def test_who_is_to_pass_a_group_on_and_cannot_costs_the_round_little(
     tmp_path, monkeypatch, blow, end
 ):

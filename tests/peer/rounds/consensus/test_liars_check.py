@@ -29,7 +29,7 @@ PASSED_OVER = [0, 2 * TERM]
     ("attempts", "liar", "least"),
     [
         ([0], FIRST, 100),
-        (TWO_TERMS, FIRST, 15_000),
+        pytest.param(TWO_TERMS, FIRST, 15_000, marks=pytest.mark.exhaustive),
         (TWO_TERMS, SECOND, 10_000),
         (PASSED_OVER, THIRD, 10_000),
         pytest.param(AGAIN, FIRST, 20_000, marks=pytest.mark.exhaustive),
@@ -56,15 +56,15 @@ def wander(
 
 @pytest.mark.parametrize("liar", [FIRST, SECOND])
 def test_no_random_schedule_of_many_terms_decides_twice(liar):
-    assert wander(400, liars=(liar,)) > 40
+    assert wander(150, liars=(liar,)) > 15
 
 
 def test_two_liars_of_seven_decide_nothing_twice():
-    assert wander(60, electors=7, liars=(0, 1), attempts=(0, TERM, 2 * TERM)) > 3
+    assert wander(25, electors=7, liars=(0, 1), attempts=(0, TERM, 2 * TERM)) > 0
 
 
 def test_no_random_schedule_with_terms_passed_over_decides_twice():
-    assert wander(200, liars=(THIRD,), attempts=(0, 1, 2 * TERM, 5 * TERM)) > 20
+    assert wander(100, liars=(THIRD,), attempts=(0, 1, 2 * TERM, 5 * TERM)) > 10
 
 
 @pytest.mark.exhaustive

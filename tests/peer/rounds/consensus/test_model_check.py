@@ -20,6 +20,7 @@ def terms(count):
     return [TERM * term for term in range(count)]
 
 
+LARGE = pytest.mark.exhaustive  # worlds of 10,000 states and more: seconds each
 AGAIN = [0, 1, TERM]  # the first leader proposes anew, then there is another
 
 
@@ -30,11 +31,11 @@ AGAIN = [0, 1, TERM]  # the first leader proposes anew, then there is another
         (2, terms(3), 2, 1_000),
         (3, terms(2), 2, 5_000),
         (3, terms(3), 0, 14_000),
-        (4, terms(2), 1, 20_000),
+        pytest.param(4, terms(2), 1, 20_000, marks=LARGE),
         (2, AGAIN, 2, 1_000),
         (3, [0, 1], 2, 4_000),
         (3, AGAIN, 0, 14_000),
-        (4, [0, 1], 1, 10_000),
+        pytest.param(4, [0, 1], 1, 10_000, marks=LARGE),
     ],
 )
 def test_no_order_of_events_decides_a_position_twice(electors, attempts, mishaps, least):
@@ -45,10 +46,10 @@ def test_no_order_of_events_decides_a_position_twice(electors, attempts, mishaps
     ("electors", "attempts", "mishaps", "passing", "least"),
     [
         (3, terms(3), 0, [TERM, 2 * TERM], 3_000),
-        (3, terms(3), 0, [2 * TERM], 3_000),
+        pytest.param(3, terms(3), 0, [2 * TERM], 3_000, marks=LARGE),
         (3, AGAIN, 0, [1, TERM], 3_000),
-        (3, terms(2), 2, [TERM], 3_000),
-        (4, terms(2), 1, [TERM], 10_000),
+        pytest.param(3, terms(2), 2, [TERM], 3_000, marks=LARGE),
+        pytest.param(4, terms(2), 1, [TERM], 10_000, marks=LARGE),
     ],
 )
 def test_what_no_quorum_accepted_may_be_passed_over(electors, attempts, mishaps, passing, least):
@@ -57,12 +58,12 @@ def test_what_no_quorum_accepted_may_be_passed_over(electors, attempts, mishaps,
     assert model.passed_over
 
 
-@pytest.mark.slow
+@LARGE
 def test_no_order_of_events_decides_a_position_twice_in_the_larger_worlds():
     assert len(Model(3, terms(3), 1).explore()) > 50_000
 
 
-@pytest.mark.exhaustive
+@LARGE
 def test_no_order_decides_twice_with_new_proposals_and_restarts():
     assert len(Model(3, AGAIN, 1).explore()) > 50_000
 
@@ -72,7 +73,7 @@ def test_no_order_decides_twice_with_new_proposals_and_restarts():
     [
         (1, terms(2), 1, 40),
         (2, terms(2), 2, 3_000),
-        (2, AGAIN, 1, 20_000),
+        pytest.param(2, AGAIN, 1, 20_000, marks=LARGE),
         (3, terms(1), 1, 1_000),
         (3, terms(2), 0, 12_000),
         (4, terms(1), 0, 1_000),
@@ -97,7 +98,8 @@ def test_where_nothing_fails_the_first_attempt_decides(electors):
 
 
 @pytest.mark.parametrize(
-    ("electors", "attempts"), [(2, terms(3)), (3, terms(2)), (3, AGAIN), (4, terms(2))]
+    ("electors", "attempts"),
+    [(2, terms(3)), (3, terms(2)), pytest.param(3, AGAIN, marks=LARGE), (4, terms(2))],
 )
 def test_from_every_state_a_quorum_that_fails_no_more_decides(electors, attempts):
     """What was decided stays; where nothing was, something is."""

@@ -1,17 +1,39 @@
 """The only import of hivemind; its warnings and its changes to logging are contained here.
 
 hivemind writes its log to stderr past the application's own handlers and renames the level WARNING
-for the whole process; both are undone.
+for the whole process; both are undone. Its averaging, which we do not use, imports SciPy's
+optimizers: a quarter of the time that a peer takes to start. SciPy loads them on their first use.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import sys
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
-with warnings.catch_warnings():
+
+@contextlib.contextmanager
+def _deferred(name: str) -> Iterator[None]:
+    """Import nothing for a module that is imported meanwhile, unless it is there already.
+
+    Its package has to import it when it is first looked up there, as SciPy does (PEP 562).
+    """
+    if name in sys.modules:
+        yield
+        return
+    sys.modules[name] = ModuleType(name)
+    try:
+        yield
+    finally:
+        del sys.modules[name]
+
+
+with warnings.catch_warnings(), _deferred("scipy.optimize"):
     warnings.simplefilter("ignore")
     import hivemind.hivemind_cli as _cli
     from hivemind.dht.node import DHTNode

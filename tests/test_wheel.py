@@ -88,6 +88,10 @@ def test_every_module_is_imported_from_the_wheel(environment, tmp_path):
     script = tmp_path / "import_all.py"
     script.write_text(
         "import importlib, sys, warnings\n"
+        "importlib.import_module('atoll.dht.bindings')\n"
+        "assert 'scipy.linalg' not in sys.modules, 'SciPy, which only slows the start'\n"
+        "from hivemind.averaging.load_balancing import load_balance_peers\n"
+        "assert load_balance_peers(100, [1.0, 1.0]) == (50, 50), 'hivemind lacks SciPy'\n"
         f"for name in {sorted(modules())!r}:\n"
         "    module = importlib.import_module(name)\n"
         f"    assert module.__file__.startswith({str(environment)!r}), module.__file__\n"

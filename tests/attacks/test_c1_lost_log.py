@@ -103,9 +103,9 @@ def donor_of(folder: Path, net: kit.Net) -> Replica:
     [
         ("log", "number"),
         ("empty", "history"),
+        ("log", "nothing"),
         pytest.param("log/log.sqlite", "history", marks=pytest.mark.exhaustive),
         pytest.param("empty", "number", marks=pytest.mark.exhaustive),
-        pytest.param("log", "nothing", marks=pytest.mark.exhaustive),
     ],
 )
 def test_a_lost_log_comes_back_from_the_peers(folder: Path, lost: str, knows: str) -> None:

@@ -203,7 +203,9 @@ def test_a_position_that_stalled_makes_nobody_wait_longer_for_the_next(tmp_path)
     run_swarm(tmp_path, scenario)
 
 
-@pytest.mark.parametrize(("count", "liars"), [(4, 1), pytest.param(7, 2, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize(
+    ("count", "liars"), [(4, 1), pytest.param(7, 2, marks=pytest.mark.exhaustive)]
+)
 def test_keepers_that_prepare_again_and_again_stop_nothing(tmp_path, monkeypatch, count, liars):
     async def scenario(swarm):
         keepers = [swarm.add(role="keeper") for _ in range(count)]

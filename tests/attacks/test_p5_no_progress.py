@@ -48,7 +48,9 @@ def test_a_member_that_only_lives_is_left_out_and_remembered(tmp_path, monkeypat
     run_swarm(tmp_path, scenario, codec="int8")
 
 
-@pytest.mark.parametrize("leads", ["members", pytest.param("keepers", marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize(
+    "leads", ["members", pytest.param("keepers", marks=pytest.mark.exhaustive)]
+)
 def test_an_owner_that_finishes_nothing_gets_no_parts(tmp_path, monkeypatch, leads):
     async def scenario(swarm):
         keepers = [swarm.add(role="keeper") for _ in range(leads == "keepers")]

@@ -77,6 +77,12 @@ class EpochSigner:
         return self._sign(payload)
 
 
+def begin(path: Path) -> None:
+    """Write that no epoch was signed, for keys that are about to be made."""
+    if read_signed(path) == (None, None):
+        _write(path, NONE_SIGNED, NONE_SIGNED)
+
+
 def read_signed(path: Path) -> tuple[int, int] | tuple[None, None]:
     """Return the highest epoch that was signed and the highest that can have left.
 

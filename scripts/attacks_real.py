@@ -77,7 +77,9 @@ class RealAttack:
     stranger: bool
 
 
+NONE = "none"
 ATTACKS = {
+    NONE: RealAttack(what="no attack", stranger=True),  # what the phases scatter by
     "p3": RealAttack(what="a leader never closes the group", stranger=False),
     "p5": RealAttack(
         what="a member declares no uplink, and sends signs of life alone", stranger=False
@@ -242,6 +244,8 @@ class RealRun:
 
     def begin_attack(self) -> None:
         """Let the member lie, or start the stranger."""
+        if self._attacker == NONE:
+            return
         if not ATTACKS[self._attacker].stranger:
             self._switch.touch()
             return

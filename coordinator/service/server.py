@@ -72,7 +72,7 @@ from atoll.coordinator.service.metrics import Metrics
 from atoll.coordinator.service.one_port import OnePort
 from atoll.coordinator.service.service import Service
 from atoll.coordinator.service.watching import PortsWatch
-from atoll.coordinator.signing import NONE_SIGNED, SIGNED_FILE, EpochSigner, read_signed
+from atoll.coordinator.signing import NONE_SIGNED, SIGNED_FILE, EpochSigner, begin, read_signed
 from atoll.dht import verify
 from atoll.dht.addresses import ip_of
 from atoll.dht.tasks import Tasks
@@ -230,9 +230,8 @@ async def running(
     async with contextlib.AsyncExitStack() as stack:
         advertised = await _resolved(spec.coordinator.advertise)  # before anything is written
         stack.enter_context(_locked(state_dir))
-        keys = RunKeys.load_or_create(state_dir / KEYS_FILE)
+        keys = _keys(state_dir)
         identifier = bytes.fromhex(run_id(spec, keys.run_public_key))
-        had_genesis = (state_dir / "genesis.root").exists()
         had_log = (state_dir / WHOLE / LOG_FILE).exists()
         core, damage = await asyncio.to_thread(_resume, spec, keys, identifier, genesis, state_dir)
         packed = await asyncio.to_thread(_tokenizer, spec, tokenizer, state_dir / TOKENIZER_FILE)
@@ -245,7 +244,7 @@ async def running(
             replica,
             history,
             state_dir,
-            may_be_lost=had_genesis and not had_log,
+            had_log=had_log,
             accept_loss=accept_loss,
         )
         nodes: list[FirstNode] = []
@@ -439,7 +438,7 @@ def _signer(
     history: History,
     state_dir: Path,
     *,
-    may_be_lost: bool,
+    had_log: bool,
     accept_loss: bool,
 ) -> EpochSigner:
     """Return what signs the epochs, which knows of those in the log and in the history."""
@@ -452,9 +451,20 @@ def _signer(
         signer.accept_loss(here)
     elif known > NONE_SIGNED:
         signer.note(known)
-    elif signer.highest is None and not may_be_lost:
-        signer.note(NONE_SIGNED)  # a new directory, or one whose log was there and has no epoch
+    elif signer.highest is None and had_log:
+        signer.note(NONE_SIGNED)  # of an earlier version, and nobody has begun the run
     return signer
+
+
+def _keys(state_dir: Path) -> RunKeys:
+    """Return the run's keys; new ones have signed nothing, which is on disk before them.
+
+    Keys without a number beside them, as somebody restores them, may have signed any epoch.
+    """
+    path = state_dir / KEYS_FILE
+    if not path.exists():
+        begin(state_dir / SIGNED_FILE)
+    return RunKeys.load_or_create(path)
 
 
 def _expect_spec(spec: RunSpec, path: Path) -> None:

@@ -104,6 +104,7 @@ def donor_of(folder: Path, net: kit.Net) -> Replica:
         ("log", "number"),
         ("empty", "history"),
         ("log", "nothing"),
+        ("all but the keys", "nothing"),  # as they come back from a backup
         pytest.param("log/log.sqlite", "history", marks=pytest.mark.exhaustive),
         pytest.param("empty", "number", marks=pytest.mark.exhaustive),
     ],
@@ -119,7 +120,13 @@ def test_a_lost_log_comes_back_from_the_peers(folder: Path, lost: str, knows: st
             (folder / SIGNED_FILE).unlink()
         if knows == "nothing":
             (folder / "history.db").unlink()
-        if lost == "empty":
+        if lost == "all but the keys":
+            kept = (folder / KEYS_FILE).read_bytes()
+            shutil.rmtree(folder)
+            folder.mkdir()
+            (folder / KEYS_FILE).write_bytes(kept)
+            (folder / KEYS_FILE).chmod(0o600)
+        elif lost == "empty":
             (folder / "log" / "log.sqlite").write_bytes(b"")
         elif lost == "log":
             shutil.rmtree(folder / "log")

@@ -26,10 +26,13 @@ from atoll.optim.log.entry import (
     NamedEntry,
     Record,
     Trust,
+    commit_payload,
     proposal_payload,
+    vote_payload,
 )
+from atoll.optim.log.locks import NO_DIGEST, Decree, promise_payload
 from atoll.peer.rounds.consensus.dissemination import group_payload
-from atoll.peer.rounds.consensus.round import TERM
+from atoll.peer.rounds.consensus.round import TERM, leader_of
 from atoll.peer.rounds.messages import (
     ALIVE,
     CELL,
@@ -42,13 +45,18 @@ from atoll.peer.rounds.messages import (
     REPAIR,
     SEATED,
     UPFRONT,
+    AskCommit,
+    Ballot,
     Group,
+    JustifiedPropose,
     Known,
     LeafRequest,
+    LockedPromise,
     PartRequest,
     Prepare,
     Report,
     Span,
+    Voted,
     deflated,
     inflated,
     report_payload,
@@ -75,6 +83,8 @@ class Habits:
     """of its messages that it changes or withholds"""
     contradicts: bool
     """whether it signs what contradicts its other signatures, and denies what it accepted"""
+    doubles: bool
+    """whether it votes for two entries at one ballot as well, which puts it out for good"""
 
     @classmethod
     def of(cls, rng: random.Random, trust: Trust) -> Habits:
@@ -83,7 +93,12 @@ class Habits:
         Crash faults are all that the default mode tolerates in votes: there an elector that
         contradicts itself may fork the log (docs/security.md). `test_p4_equivocate.py` has that.
         """
-        return cls(rate=rng.choice((0.02, 0.1, 0.3)), contradicts=trust == "byzantine")
+        contradicts = trust == "byzantine"
+        return cls(
+            rate=rng.choice((0.02, 0.1, 0.3)),
+            contradicts=contradicts,
+            doubles=contradicts and rng.random() < 0.5,
+        )
 
 
 @dataclass(kw_only=True)
@@ -219,6 +234,8 @@ class Liar:
         )
         self.lies = 0
         self.lying = False
+        self._proposed: NamedEntry | None = None
+        """the last proposal that it heard in full"""
         self._kept: list[tuple[str, bytes]] = []
         """(method, message) of what it sent and heard"""
         transport = self.transport = peer.transport
@@ -264,10 +281,15 @@ class Liar:
 
     async def _lying_answer(self, remote: str, method: str, body: bytes) -> bytes:
         self._keep(method, body)
+        lies = self._lies()
+        if lies and self.habits.contradicts and self.rng.random() < 0.5:
+            with suppress(LogError):
+                if signed := self._unfounded(method, body):
+                    return signed
         answer = await self._answer(remote, method, body)
         # To deny what it accepted is to contradict itself.
         honest = method == "prepare" and not self.habits.contradicts
-        if honest or not self._lies():
+        if honest or not lies:
             return answer
         match self.rng.randrange(4):
             case 0:
@@ -276,6 +298,28 @@ class Liar:
                 await asyncio.sleep(self.rng.random() * 10.0)
                 return answer
         return self.twister.twist(answer)
+
+    def _unfounded(self, method: str, body: bytes) -> bytes | None:
+        """Return a promise, a vote or a commit that it signs without looking or keeping anything.
+
+        The promise denies each lock; the vote and the commit may be of a second entry.
+        """
+        sign, replica = self.peer.identity.sign, self.peer.replica
+        if method == "prepare":
+            asked = Prepare.decode(body)
+            decree = Decree(replica.run_id, asked.epoch, asked.position, replica.chain)
+            signature = sign(promise_payload(decree, asked.attempt, 0, NO_DIGEST))
+            return LockedPromise(lock=None, entry=b"", signature=signature).encode()
+        if method == "propose":
+            proposal = JustifiedPropose.decode(body)
+            if proposal.group:
+                return None  # without the members nobody knows its digest
+            self._proposed = NamedEntry.of(inflated(proposal.entry, MAX_INFLATED_BYTES))
+            return Ballot(signature=sign(vote_payload(self._proposed, proposal.attempt))).encode()
+        if method == "lock" and self._proposed is not None:
+            lock = AskCommit.decode(body).lock
+            return Ballot(signature=sign(commit_payload(self._proposed, lock.attempt))).encode()
+        return None
 
     async def _lying_open(self, peer: str, method: str, *, timeout_s: float) -> Stream:
         return self._bend(await self._open(peer, method, timeout_s=timeout_s))
@@ -331,6 +375,8 @@ class Liar:
             self._read,
             self._noise,
         ]
+        if self.habits.doubles:
+            choices.append(self._vote)
         choice = self.rng.choice(choices)
         for peer in picked:
             await choice(peer)
@@ -359,9 +405,29 @@ class Liar:
 
     def _leads(self, position: int, term: int) -> bool:
         electorate = self.peer.replica.electorate
-        return bool(electorate) and (
-            electorate[(position + term) % len(electorate)].peer_id == self.peer.identity.peer_id
+        return bool(electorate) and leader_of(electorate, position, term) == self.peer.ctx.me
+
+    async def _vote(self, peer: SwarmPeer) -> None:
+        """Vote for an entry that nobody proposed, at a ballot at which it may vote for another."""
+        replica = self.peer.replica
+        voted = NamedEntry(
+            run_id=replica.run_id,
+            epoch=replica.epoch,
+            position=replica.position,
+            previous_chain=replica.chain,
+            digest=self.rng.randbytes(32),
         )
+        attempt = self.rng.choice((0, 0, 1, TERM))
+        signature = self.peer.identity.sign(vote_payload(voted, attempt))
+        message = Voted(
+            epoch=voted.epoch,
+            position=voted.position,
+            attempt=attempt,
+            entry=voted.digest,
+            signature=signature,
+            proposal=signature,
+        )
+        await self._send(peer, "voted", message.encode())
 
     async def _report(self, peer: SwarmPeer) -> None:
         rng, replica = self.rng, self.peer.replica

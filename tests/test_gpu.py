@@ -1,7 +1,6 @@
 """scripts/gpu.py: a dry run on the fake device, what is kept of it, and the page."""
 
 import json
-from pathlib import Path
 
 import pytest
 

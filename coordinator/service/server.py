@@ -49,7 +49,7 @@ from collections.abc import (
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import grpc
 
@@ -68,8 +68,8 @@ from atoll.coordinator.run.keys import KEYS_FILE, RunKeys, verify_run_key, write
 from atoll.coordinator.run.spec import RunSpec, run_id
 from atoll.coordinator.run.spec_problems import SpecError
 from atoll.coordinator.run.tokenizer_file import TokenizerFileError, pack, unpack
+from atoll.coordinator.service.front import Front
 from atoll.coordinator.service.metrics import Metrics
-from atoll.coordinator.service.one_port import OnePort
 from atoll.coordinator.service.service import Service
 from atoll.coordinator.service.watching import PortsWatch
 from atoll.coordinator.signing import NONE_SIGNED, SIGNED_FILE, EpochSigner, begin, read_signed
@@ -562,8 +562,8 @@ def _tokenizer(spec: RunSpec, read: Callable[[], bytes] | None, path: Path) -> b
 
 async def _listen(
     stack: contextlib.AsyncExitStack, coordinator: Coordinator, state_dir: Path, service: Service
-) -> tuple[str, OnePort | None]:
-    """Serve gRPC; return its address for peers, and what forwards to it if it shares its port."""
+) -> tuple[str, Front]:
+    """Serve gRPC behind a front; return its address for peers, and the front."""
     listen = coordinator.spec.coordinator.listen
     host, port = split_address(listen)
     port = port or _remembered_port(state_dir / "port")  # so that invites stay valid
@@ -571,23 +571,21 @@ async def _listen(
     # No limit of gRPC's own, which refuses whoever comes late: `Service` bounds calls by caller.
     server = grpc.aio.server(options=SERVER_OPTIONS)
     server.add_generic_rpc_handlers((service.handler(),))
-    bound = _bind(server, *(("127.0.0.1", 0) if is_shared else (host, port)), coordinator.keys)
-    front = await _shared(stack, host, port, bound) if is_shared else None
-    if front is not None:
-        service.true_caller, bound = front.caller, port
-    (state_dir / "port").write_text(str(bound))
+    credentials = grpc.ssl_server_credentials(
+        [(coordinator.keys.tls_key, coordinator.keys.tls_certificate)]
+    )
+    inner = server.add_secure_port("127.0.0.1:0", credentials)
+    front = Front(inner, _free_port() if is_shared else None)
+    service.true_caller = front.caller
+    stack.push_async_callback(front.close)
     await server.start()
     stack.push_async_callback(server.stop, _GRACE_S)
-    return _join_address(host, bound), front
+    await _open(front, host, port)
+    (state_dir / "port").write_text(str(front.port))
+    return _join_address(host, front.port), front
 
 
-async def _shared(
-    stack: contextlib.AsyncExitStack, host: str, port: int, grpc_port: int
-) -> OnePort:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        p2p_port = free.getsockname()[1]
-    front = OnePort(grpc_port, p2p_port)
-    stack.push_async_callback(front.close)
+async def _open(front: Front, host: str, port: int) -> None:
     try:
         await front.listen([host], port)
     except OSError:
@@ -595,8 +593,12 @@ async def _shared(
     other = {"0.0.0.0": "::", "::": "0.0.0.0"}.get(host)
     if other is not None:
         with contextlib.suppress(OSError):  # a machine without that family
-            await front.listen([other], port)
-    return front
+            await front.listen([other], front.port)
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        return int(free.getsockname()[1])
 
 
 def _in_use(host: str, port: int) -> InUse:
@@ -606,17 +608,6 @@ def _in_use(host: str, port: int) -> InUse:
     )
 
 
-def _bind(server: Any, host: str, port: int, keys: RunKeys) -> int:  # noqa: ANN401
-    credentials = grpc.ssl_server_credentials([(keys.tls_key, keys.tls_certificate)])
-    try:
-        bound: int = server.add_secure_port(_join_address(host, port), credentials)
-    except RuntimeError:
-        bound = 0
-    if not bound:
-        raise _in_use(host, port)
-    return bound
-
-
 def _remembered_port(path: Path) -> int:
     try:
         return min(int(path.read_text()), 65535)
@@ -624,11 +615,11 @@ def _remembered_port(path: Path) -> int:
         return 0
 
 
-def _node_request(coordinator: Coordinator, state_dir: Path, front: OnePort | None) -> NodeRequest:
+def _node_request(coordinator: Coordinator, state_dir: Path, front: Front) -> NodeRequest:
     settings = coordinator.spec.coordinator
     host, port = split_address(settings.dht_listen)
     announce: tuple[tuple[str, int], ...] = ()
-    if front is not None:
+    if front.p2p_port is not None:
         announce = tuple((each, port) for each in _reachable_hosts(host, settings.advertise))
         host, port = "127.0.0.1", front.p2p_port
     return NodeRequest(
@@ -639,7 +630,7 @@ def _node_request(coordinator: Coordinator, state_dir: Path, front: OnePort | No
         advertise=settings.advertise,
         relay_mbit_s=settings.relay_mbit,
         announce=announce,
-        true_source=front.multiaddr if front is not None else str,
+        true_source=front.multiaddr,
         check=AdmissionCheck(
             coordinator.keys.run_public_key,
             coordinator.run_id,

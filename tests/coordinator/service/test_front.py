@@ -1,4 +1,4 @@
-"""One port for gRPC and libp2p."""
+"""The front of gRPC: what it counts, and how libp2p shares its port."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from atoll.coordinator.run.spec import RunSpec
-from atoll.coordinator.service import one_port
-from atoll.coordinator.service.one_port import OnePort
+from atoll.coordinator.service import front as fronts
+from atoll.coordinator.service.front import Front
 from atoll.coordinator.service.server import InUse
 
 
@@ -36,15 +36,15 @@ class Echo(asyncio.Protocol):
         self.transport.resume_reading()
 
 
-async def started() -> tuple[OnePort, int, list[asyncio.Server]]:
+async def started() -> tuple[Front, int, list[asyncio.Server]]:
     loop = asyncio.get_running_loop()
     inside = [
         await loop.create_server(lambda n=name: Echo(n), "127.0.0.1", 0) for name in (b"G", b"P")
     ]
     ports = [server.sockets[0].getsockname()[1] for server in inside]
-    front = OnePort(*ports)
+    front = Front(*ports)
     await front.listen(["127.0.0.1"], 0)
-    return front, front._servers[0].sockets[0].getsockname()[1], inside
+    return front, front.port, inside
 
 
 def run(test: Any) -> None:
@@ -63,7 +63,7 @@ def run(test: Any) -> None:
 
 @pytest.mark.parametrize(("first", "name"), [(b"\x16\x03", b"G"), (b"\x13/multi", b"P")])
 def test_the_first_byte_chooses_and_the_true_source_is_known(first: bytes, name: bytes) -> None:
-    async def test(front: OnePort, port: int) -> None:
+    async def test(front: Front, port: int) -> None:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         own = writer.get_extra_info("sockname")[1]
         writer.write(first)
@@ -84,7 +84,7 @@ def test_the_first_byte_chooses_and_the_true_source_is_known(first: bytes, name:
 
 
 def test_anything_else_is_closed() -> None:
-    async def test(front: OnePort, port: int) -> None:
+    async def test(front: Front, port: int) -> None:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(b"GET / HTTP/1.1\r\n")
         with pytest.raises(OSError):
@@ -96,10 +96,10 @@ def test_anything_else_is_closed() -> None:
 
 
 def test_silent_strangers_are_closed_and_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(one_port, "FIRST_BYTE_S", 0.2)
-    monkeypatch.setattr(one_port, "MAX_SILENT", 3)
+    monkeypatch.setattr(fronts, "FIRST_BYTE_S", 0.2)
+    monkeypatch.setattr(fronts, "MAX_SILENT", 3)
 
-    async def test(front: OnePort, port: int) -> None:
+    async def test(front: Front, port: int) -> None:
         held = [await asyncio.open_connection("127.0.0.1", port) for _ in range(6)]
         await asyncio.sleep(0.05)
         assert len(front._silent) == 3
@@ -112,9 +112,9 @@ def test_silent_strangers_are_closed_and_bounded(monkeypatch: pytest.MonkeyPatch
 
 
 def test_one_source_cannot_take_all_places(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(one_port, "MAX_OF_ONE", 2)
+    monkeypatch.setattr(fronts, "MAX_OF_ONE", 2)
 
-    async def test(front: OnePort, port: int) -> None:
+    async def test(front: Front, port: int) -> None:
         held = [await asyncio.open_connection("127.0.0.1", port) for _ in range(4)]
         for _, writer in held:
             writer.write(b"\x13")
@@ -126,8 +126,45 @@ def test_one_source_cannot_take_all_places(monkeypatch: pytest.MonkeyPatch) -> N
     run(test)
 
 
+async def refused_of(port: int, count: int) -> int:
+    """Open connections that begin like TLS; return how many are closed at once."""
+    held = [await asyncio.open_connection("127.0.0.1", port) for _ in range(count)]
+    for _, writer in held:
+        writer.write(bytes([fronts.TLS]))
+    await asyncio.sleep(0.2)
+    closed = 0
+    for reader, writer in held:
+        closed += reader.at_eof() or reader.exception() is not None
+        writer.close()
+    return closed
+
+
+def test_connections_take_no_more_than_half_of_the_descriptors(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(fronts, "open_files", lambda: 18)
+
+    async def test(front: Front, port: int) -> None:
+        assert await refused_of(port, 5) == 2
+
+    run(test)
+
+
+def test_a_coordinator_counts_its_connections_on_a_port_of_its_own_too(
+    kit: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fronts, "MAX_OF_ONE", 3)
+
+    async def main() -> None:
+        async with kit.net(tmp_path / "run") as net:
+            port = int(net.up.address.rpartition(":")[2])
+            assert await refused_of(port, 5) == 2
+
+    kit.run(main())
+
+
 def test_a_reader_that_stalls_stops_the_sender() -> None:
-    async def test(front: OnePort, port: int) -> None:
+    async def test(front: Front, port: int) -> None:
         with socket.create_connection(("127.0.0.1", port)) as stalled:
             stalled.setblocking(False)
             loop, sent = asyncio.get_running_loop(), 0
@@ -154,7 +191,7 @@ def test_a_reader_that_stalls_stops_the_sender() -> None:
 )
 def test_other_callers_keep_their_names(name: str) -> None:
     async def main() -> None:
-        front = OnePort(1, 2)
+        front = Front(1, 2)
         assert front.caller(name) == name and front.multiaddr(name) == name
         await front.close()
 

@@ -1,13 +1,16 @@
-"""One TCP port for gRPC and libp2p: the first byte of a connection tells them apart.
+"""The coordinator's TCP port: it counts connections, and gRPC may share it with libp2p.
 
-A TLS client begins with a handshake record, 0x16, and a libp2p dialer with the length of
-"/multistream/1.0.0", 0x13. Either waits for no byte from us. Connections are copied in both
-directions to a listener on loopback; its caller then is 127.0.0.1 with the port from which we
-dialed, and `caller` and `multiaddr` turn that into the true source: limits by source, dial-backs
-and the addresses at which relays see peers depend on it.
+gRPC itself accepts whoever completes a TLS handshake. So it listens on loopback only, and the front
+copies connections to it in both directions. Its caller then is 127.0.0.1 with the port from which
+we dialed; `caller` and `multiaddr` turn that into the true source: limits by source, dial-backs and
+the addresses at which relays see peers depend on it.
 
 Strangers can hold no more than `MAX_CONNECTIONS`, no source more than `MAX_OF_ONE`, and no silent
 one for longer than `FIRST_BYTE_S`. A copy reads only what the other side takes.
+
+If libp2p shares the port, the first byte of a connection tells the two apart: a TLS client begins
+with a handshake record, 0x16, and a libp2p dialer with the length of "/multistream/1.0.0", 0x13.
+Either waits for no byte from us.
 """
 
 from __future__ import annotations
@@ -21,12 +24,15 @@ from collections.abc import Sequence
 from typing import cast
 
 from atoll.coordinator.policies import source_of
+from atoll.dht.p2pd import open_files
 from atoll.dht.tasks import Tasks
 
 log = logging.getLogger(__name__)
 
 TLS, MULTISTREAM = 0x16, 0x13
 MAX_CONNECTIONS = 4096  # a peer has two or three
+FILES = 3  # of a connection: both of its ends here, and that of gRPC
+SPARE_FILES = 2  # one in so many descriptors may be of a connection
 MAX_OF_ONE = 512  # from one address: a lab behind one router
 MAX_SILENT = 512  # that have not sent their first byte
 FIRST_BYTE_S = 10.0  # dialers send it at once
@@ -36,13 +42,15 @@ _LOOPBACK = "127.0.0.1"
 _MULTIADDR = re.compile(r"/ip4/127\.0\.0\.1/tcp/(\d+)(/.*)?")
 
 
-class OnePort:
-    """Listens on one port and passes connections to gRPC and p2pd."""
+class Front:
+    """Listens on one port and passes connections to gRPC, and to p2pd if that shares the port."""
 
-    def __init__(self, grpc_port: int, p2p_port: int) -> None:
+    def __init__(self, grpc_port: int, p2p_port: int | None = None) -> None:
         """Pass connections to these ports of loopback."""
         self.p2p_port = p2p_port
-        self._targets = {TLS: grpc_port, MULTISTREAM: p2p_port}
+        self._targets = {TLS: grpc_port}
+        if p2p_port is not None:
+            self._targets[MULTISTREAM] = p2p_port
         self._sources: dict[int, tuple[str, int]] = {}
         """True sources by the port from which we dialed."""
         self._of_one: Counter[str] = Counter()
@@ -51,8 +59,13 @@ class OnePort:
         self._silent: set[_Splice] = set()
         self._tasks = Tasks()
 
+    @property
+    def port(self) -> int:
+        """The port that it listens on."""
+        return int(self._servers[0].sockets[0].getsockname()[1])
+
     async def listen(self, hosts: Sequence[str], port: int) -> None:
-        """Accept connections.
+        """Accept connections; port 0 is any free one.
 
         Raises:
             OSError: one of the addresses is taken, or not this machine's.
@@ -93,7 +106,8 @@ class OnePort:
 
     def enter(self, link: _Splice) -> bool:
         """Count a connection; return False if there is no room for it."""
-        is_full = len(self._links) >= MAX_CONNECTIONS or len(self._silent) >= MAX_SILENT
+        most = min(MAX_CONNECTIONS, open_files() // (FILES * SPARE_FILES))
+        is_full = len(self._links) >= most or len(self._silent) >= MAX_SILENT
         if is_full or self._of_one[link.source] >= MAX_OF_ONE:
             return False
         self._of_one[link.source] += 1
@@ -185,7 +199,7 @@ class _Splice(asyncio.Protocol):
 class _Outside(_Splice):
     """The side of the stranger."""
 
-    def __init__(self, front: OnePort) -> None:
+    def __init__(self, front: Front) -> None:
         super().__init__()
         self._front = front
         self._is_due: asyncio.TimerHandle | None = None

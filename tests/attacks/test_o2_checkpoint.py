@@ -38,8 +38,18 @@ def evil(tmp_path, monkeypatch):
     return write(tmp_path / "nice-model.safetensors", model=model)
 
 
-def test_sample_runs_no_code_that_a_checkpoint_names(evil, capsys):
-    assert cli.main(["sample", str(evil), "--prompt", "def ", "--device", "cpu"]) == 2
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("sample", "--prompt", "def ", "--device", "cpu"),
+        ("export", "--format", "hf", "--out", "exported"),
+        ("eval", "--data", "hubconf.py", "--device", "cpu"),
+    ],
+    ids=lambda command: command[0],
+)
+def test_no_command_runs_code_that_a_checkpoint_names(evil, capsys, command):
+    name, *options = command
+    assert cli.main([name, str(evil), *options]) == 2
     assert "pass --allow-model torch.hub:load" in capsys.readouterr().err
     assert not (evil.parent / "hubconf was run").exists()
 

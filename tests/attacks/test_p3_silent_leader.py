@@ -7,8 +7,8 @@ import pytest
 from atoll.optim.log.entry import Certificate, Elector, first_sound_term
 from atoll.peer.rounds.consensus import leader as leaders
 from atoll.peer.rounds.consensus.round import term_of
-from support.attackers import stop_at
-from support.swarm import SETTINGS, reached, run_swarm, signed_epoch
+from support.attackers import prolong, stop_at
+from support.swarm import SETTINGS, SMALL, reached, run_swarm, signed_epoch
 
 PATIENCE_S = 4 * SETTINGS.grace_s + 14 * SETTINGS.stall_s
 
@@ -32,6 +32,32 @@ def test_a_run_goes_on_under_the_next_leader(tmp_path, monkeypatch, step):
         assert swarm.same_bits(honest)
 
     run_swarm(tmp_path, scenario, codec="int8")
+
+
+@pytest.mark.parametrize("times", [{"deadline_s": 1e6}, {"stall_s": 60.0}])
+def test_nobody_joins_a_group_of_longer_times_than_the_run_s(tmp_path, monkeypatch, times):
+    async def scenario(swarm):
+        peers = await swarm.start(4)
+        await swarm.until(lambda: reached(peers, 2))
+        *honest, liar = peers
+        prolong(monkeypatch, liar.ctx.me, **times)
+        at = max(p.replica.position for p in peers) + 1
+        await swarm.until(lambda: reached(honest, at + 4))
+        terms = {
+            position: term_of(Certificate.decode(record.certificate).attempt)
+            for position, record in enumerate(honest[0].replica.store.headers(at, 4), at)
+        }
+        order = honest[0].replica.electorate
+        led = [
+            position for position in terms if leaders.leader_of(order, position, 0) == liar.ctx.me
+        ]
+        assert led and all(terms[position] > 0 for position in led)
+        said = [
+            event for peer in honest for event in peer.events if "group: expected a stall" in event
+        ]
+        assert said
+
+    run_swarm(tmp_path, scenario, codec="int8", layout=SMALL)
 
 
 @pytest.mark.parametrize(

@@ -114,6 +114,17 @@ def close_alone(monkeypatch, liar):
     monkeypatch.setattr(leaders, "form_group", alone)
 
 
+def prolong(monkeypatch, liar, **times):
+    """P3: as a leader, it gives its groups other times than the run has."""
+    form = leaders.form_group
+
+    def longer(ctx, place, term, ready):
+        group = form(ctx, place, term, ready)
+        return group.model_copy(update=times) if ctx.me == liar else group
+
+    monkeypatch.setattr(leaders, "form_group", longer)
+
+
 def leave_out(monkeypatch, liar, victims):
     """P19: as a leader, it closes its groups without some members, whose sessions go on."""
     form = leaders.form_group

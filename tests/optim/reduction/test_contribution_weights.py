@@ -93,7 +93,7 @@ def test_drift_of_a_norm_that_is_none_is_refused(norms):
 
 
 def test_legal_greed():
-    """P8: nobody gains by the largest legal weight, norm and number of steps all at once."""
+    """Nobody gains by the largest legal weight, norm and number of steps all at once."""
     weights = cap_weights([1.0, 1.0, 1.0, 9.0])
     norms, steps = [1.0, 1.0, 1.0, 99.0], [30, 30, 30, 999]
     clips = clip_factors(norms, steps)

@@ -14,6 +14,7 @@ from atoll.peer.daemon.consent import Consent, ConsentMissing
 from atoll.peer.daemon.keeping import KeptBallots
 from atoll.peer.daemon.membership import Membership
 from atoll.peer.daemon.network import WrongRole
+from atoll.peer.lab.own_keeper import keep_beside
 from atoll.peer.paths import PeerPaths
 from atoll.peer.rounds.consensus.round import NOWHERE, Place
 from atoll.peer.training.permission import Allowed
@@ -114,6 +115,21 @@ def test_keepers_hold_the_rounds_of_trainers(organise, kit, start):
         entry = Entry.decode(record.entry)
         assert {elector.peer_id for elector in entry.electorate} <= keeps
         assert not {member.peer_id for member in entry.members} & keeps
+
+
+@pytest.mark.slow
+def test_the_coordinators_own_keeper_holds_the_rounds_of_a_trainer(organise, kit, start):
+    organiser = organise(kit.tiny_spec(round={"electors": "keepers"}))
+    trainer, said = start(organiser.invite, "one"), []
+    asyncio.run(asyncio.wait_for(keep_beside(organiser.up, said.append), 100))
+    assert said == [], "it ends by itself, with the run"
+    assert trainer.join() is True
+    status = organiser.status()
+    assert (status.state, status.position) == ("finished", 3)
+    assert {peer.name: peer.role for peer in status.peers} == {
+        "one": "trainer",
+        "coordinator": "keeper",
+    }
 
 
 def test_a_run_resumes_with_the_only_keeper_in_the_same_epoch(organise, kit, start):

@@ -41,7 +41,13 @@ from atoll.peer.rounds.messages import (
     reports_root,
 )
 from atoll.peer.rounds.pacing import Link
-from atoll.peer.rounds.reliance import FailedLeaders, Omissions, Promises, terms_over
+from atoll.peer.rounds.reliance import (
+    FailedLeaders,
+    Omissions,
+    Promises,
+    Usurpers,
+    terms_over,
+)
 
 RECORDS_PER_S = 64.0  # read from the roster, of about 700 bytes each
 HEAD_STALLS = 0.5  # a group should not wait a whole stall for the dead
@@ -327,6 +333,8 @@ class Context(PeerContext):
     """leaders that this peer passes over"""
     omissions: Omissions = field(default_factory=Omissions)
     """how often leaders decided without this peer's report"""
+    usurpers: Usurpers = field(default_factory=Usurpers)
+    """how often leaders ended this peer's own terms early"""
 
     evidence: EvidenceBook = field(default_factory=EvidenceBook)
     """against peers that signed two entries at one place"""
@@ -430,6 +438,15 @@ class Context(PeerContext):
                 "warning",
                 f"reporting to {short(leader)} no longer for a while: it leads rounds without this "
                 "peer, and others include it",
+            )
+
+    def note_usurper(self, leader: str, position: int) -> None:
+        """Note that a leader ended a term that this peer led, and that had time left."""
+        if self.usurpers.took(leader, position):
+            self.on_event(
+                "warning",
+                f"promising {short(leader)} only terms whose turn has come, for a while: it ended "
+                "terms that this peer led",
             )
 
     def _leader_of(self, entry: Entry, term: int) -> str:

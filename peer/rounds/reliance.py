@@ -25,6 +25,7 @@ DISBELIEVED = 3 * BROKEN  # one may be a window that took longer, two a bad hour
 # eight such refusals in a row from one leader once in 256 times.
 TAKEN, REFUSED = 3, 1
 DISTRUSTED = 8
+USURPED = 3  # terms of this peer's own: one may be a connection that was lost, two a bad hour
 # Positions at which a leader is passed over. It costs a run of 5 s a position half a minute in five
 # to try it again, and a leader that was cut off leads again after that time.
 SKIPPED_POSITIONS = 64
@@ -100,6 +101,32 @@ class Omissions:
         if len(self._points) > MAX_PEERS:
             del self._points[next(iter(self._points))]
         return self._points.get(leader, 0) >= DISTRUSTED
+
+
+class Usurpers:
+    """Count how often leaders ended the terms that this peer led, before these had their time.
+
+    A leader asks for promises once the leader before it is gone. One that asks that leader itself,
+    and so reaches it, was wrong or lies. A peer believes its own account alone, and all that
+    follows is that it leaves other terms their time before it promises one to such a leader.
+    """
+
+    def __init__(self) -> None:
+        self._taken_at: dict[str, list[int]] = {}
+
+    def took(self, leader: str, position: int) -> bool:
+        """Note a term that was ended; return whether this peer trusts the leader no longer."""
+        was_trusted = not self.is_known(leader, position)
+        at = [each for each in self._taken_at.pop(leader, []) if each != position]
+        self._taken_at[leader] = [*at, position][-USURPED:]
+        if len(self._taken_at) > MAX_PEERS:
+            del self._taken_at[next(iter(self._taken_at))]
+        return was_trusted and self.is_known(leader, position)
+
+    def is_known(self, leader: str, position: int) -> bool:
+        """Return whether a leader has to wait for its turn at a position."""
+        at = self._taken_at.get(leader, [])
+        return len(at) == USURPED and position - at[0] <= SKIPPED_POSITIONS
 
 
 class FailedLeaders:

@@ -2,11 +2,13 @@
 
 import asyncio
 
+import pytest
+
 from atoll.optim.log.entry import Certificate
 from atoll.peer.rounds.consensus.leader import leader_of
 from atoll.peer.rounds.consensus.round import term_of
 from support import attackers
-from support.swarm import reached, run_swarm
+from support.swarm import SMALL, reached, run_swarm
 
 
 def leaders_of(peer, start):
@@ -43,3 +45,30 @@ def test_leaders_whose_terms_a_liar_ends_are_not_passed_over(tmp_path, monkeypat
         assert swarm.same_bits(honest)
 
     run_swarm(tmp_path, scenario, codec="int8")
+
+
+@pytest.mark.parametrize("count", [4, 3])  # of three, none may lie: its own word has to be left out
+def test_a_liar_that_ends_the_terms_of_others_leads_its_own_alone(tmp_path, monkeypatch, count):
+    async def scenario(swarm):
+        peers = await swarm.start(count)
+        await swarm.until(lambda: reached(peers, 3))
+        *honest, liar = peers
+        attackers.usurp(monkeypatch, liar)
+        name = liar.identity.peer_id
+
+        def is_known():
+            return all(p.ctx.usurpers.is_known(name, p.replica.position) for p in honest)
+
+        await swarm.until(is_known, timeout_s=900.0)
+        for peer in honest:
+            assert sum("promising" in event for event in peer.events) == 1
+            others = [other.identity.peer_id for other in honest if other is not peer]
+            assert not any(peer.ctx.usurpers.is_known(o, peer.replica.position) for o in others)
+        at = max(p.replica.position for p in peers) + 1
+        await swarm.until(lambda: reached(peers, at + 12), timeout_s=900.0)
+        led, terms = leaders_of(honest[0], at)
+        assert name not in [peer for peer, term in zip(led, terms, strict=True) if term > 0]
+        assert led.count(name) <= 12 // count + 2, "it leads its own terms"
+        assert swarm.same_bits(honest)
+
+    run_swarm(tmp_path, scenario, codec="int8", layout=SMALL)

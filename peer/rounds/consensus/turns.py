@@ -45,6 +45,27 @@ class Turns:
         while self.open_term in self._given_up:
             self.open_term, self._opened_at = self.open_term + 1, now
 
+    def ends_early(
+        self, term: int, me: str, *, since: int, now: float, base_s: float, skipped: Collection[int]
+    ) -> bool:
+        """Return whether the promise of a term ends one that this acceptor leads before its time.
+
+        Args:
+            term: of the promise.
+            me: PeerID of this acceptor.
+            since: the newest term that it has promised.
+            now: seconds.
+            base_s: the time of its own term, if that is among the first with their leaders.
+            skipped: terms that get no time.
+        """
+        leaders = {
+            leader_of(self._electorate, self._position, each).peer_id: each
+            for each in range(self._first_term, self._first_term + len(self._electorate))
+        }
+        mine = leaders.get(me, term)
+        is_live = since <= mine < term and mine not in skipped and mine not in self._given_up
+        return is_live and now < self._opened_at + self.time_s(mine, base_s)
+
     def give_up(self, term: int, now: float) -> None:
         """Leave no time to a term that this acceptor led, and leads no longer."""
         self._given_up.add(term)

@@ -380,7 +380,14 @@ class Voter:
             self._booth.check(remote, place, ask.attempt)
             await self._expect_turn(place, term_of(ask.attempt))
             self._turn()  # that may take a while
+        elif self._ctx.usurpers.is_known(remote, place.position):
+            self._booth.check(remote, place, ask.attempt)
+            await self._expect_turn(place, term_of(ask.attempt), of=remote)
+            self._turn()
+        is_early = self._ends_own_term(place, term_of(ask.attempt))
         accepted = self._booth.prepare(remote, place, ask.attempt)
+        if is_early and remote != self._ctx.me.peer_id:
+            self._ctx.note_usurper(remote, place.position)
         if self._trust == "byzantine":
             return self._locked_promise(ask, accepted)
         return Promise(
@@ -390,11 +397,22 @@ class Voter:
             reports=self._reports if accepted else (),
         )
 
-    async def _expect_turn(self, place: Place, term: int) -> None:
-        """Raise Refused as long as an earlier term has its time."""
+    def _ends_own_term(self, place: Place, term: int) -> bool:
+        """Return whether the promise of a term would end one of this peer's before its time."""
+        return place == self._booth.here and self._turns.ends_early(
+            term,
+            self._ctx.me.peer_id,
+            since=self.term,
+            now=self._ctx.now(),
+            base_s=self._base_s(self.open_term),
+            skipped=self._ctx.skipped_terms(place.position),
+        )
+
+    async def _expect_turn(self, place: Place, term: int, *, of: str = "") -> None:
+        """Raise Refused as long as an earlier term has its time, whatever `of` says about it."""
         if term <= self.open_term:
             return
-        told = await self._hear(place)
+        told = {peer: at for peer, at in (await self._hear(place)).items() if peer != of}
         if place != self._booth.here:
             return  # decided meanwhile
         now, open_term = self._ctx.now(), self.open_term

@@ -4,12 +4,20 @@ import pytest
 
 from atoll.optim.log.entry import Elector, leader_order
 from atoll.peer.rounds import reliance
+from atoll.peer.rounds.consensus.round import leader_of
+from atoll.peer.rounds.consensus.turns import Turns
 from atoll.peer.rounds.policies import (
     decision_patience_s,
     group_patience_s,
     round_deadline_s,
 )
-from atoll.peer.rounds.reliance import SKIPPED_POSITIONS, FailedLeaders, Promises, terms_over
+from atoll.peer.rounds.reliance import (
+    SKIPPED_POSITIONS,
+    FailedLeaders,
+    Promises,
+    Usurpers,
+    terms_over,
+)
 
 ELECTORATE = [Elector(peer_id=name, incarnation="1") for name in "abcd"]
 
@@ -159,3 +167,48 @@ def test_nobody_is_passed_over_if_all_have_failed(term):
     note(failed, "null", 7, ELECTORATE, term)
     assert skipped(failed, 8) == set()
     assert skipped(failed, 8, [*ELECTORATE, Elector(peer_id="e", incarnation="1")]) == set("abcd")
+
+
+def test_three_of_its_own_terms_are_one_too_many():
+    usurpers = Usurpers()
+    assert [usurpers.took("a", at) for at in (10, 10, 20)] == [False] * 3
+    assert not usurpers.is_known("a", 20)
+    assert usurpers.took("a", 30)
+    assert not usurpers.took("a", 31), "it is said once"
+    assert usurpers.is_known("a", 20 + SKIPPED_POSITIONS)
+    assert not usurpers.is_known("a", 21 + SKIPPED_POSITIONS)
+    assert not usurpers.is_known("b", 31)
+
+
+def test_usurpers_are_remembered_of_so_many_peers(monkeypatch):
+    monkeypatch.setattr(reliance, "MAX_PEERS", 2)
+    usurpers = Usurpers()
+    for at in range(3):
+        usurpers.took("a", at)
+    for peer in ("b", "c"):
+        usurpers.took(peer, 3)
+    assert not usurpers.is_known("a", 3)
+
+
+ELECTORS = tuple(Elector(peer_id=f"p{i}", incarnation="1") for i in range(4))
+
+
+@pytest.mark.parametrize(
+    ("promised", "since", "now", "skipped", "gave_up", "early"),
+    [
+        (2, 0, 109.0, (), (), True),
+        (1, 0, 109.0, (), (), False),  # the promise of its own term
+        (2, 0, 110.0, (), (), False),  # it has had its time
+        (2, 2, 109.0, (), (), False),  # it was ended before
+        (2, 0, 109.0, (1,), (), False),
+        (2, 0, 109.0, (), (1,), False),
+        (1 << 20, 0, 109.0, (), (), True),
+    ],
+)
+def test_a_term_of_ones_own_is_ended_early(promised, since, now, skipped, gave_up, early):
+    turns = Turns(ELECTORS, 7, first_term=0, now=100.0)
+    me = leader_of(ELECTORS, 7, 1).peer_id
+    for term in gave_up:
+        turns.give_up(term, 100.0)
+    found = turns.ends_early(promised, me, since=since, now=now, base_s=10.0, skipped=skipped)
+    assert found is early

@@ -82,6 +82,40 @@ def test_where_nobody_listens_no_dial_is_repeated(reasons, is_gone):
     run_virtual(main())
 
 
+NO_NETWORK = "connect: network is unreachable"
+
+
+@pytest.mark.parametrize(
+    ("by_ipv4", "by_ipv6"),
+    [
+        ((REFUSED, BACKOFF), (REFUSED, REFUSED)),  # the second dial names both families
+        ((REFUSED, BACKOFF), (NO_NETWORK, NO_NETWORK)),  # this machine has no IPv6
+    ],
+)
+def test_where_nobody_listens_no_dial_of_two_families_is_repeated(by_ipv4, by_ipv6):
+    """Each dial gives a reason for every address that libp2p knows of the peer."""
+    dials = [
+        P2pdError(f"all dials failed\n  * [/ip6] {six}\n  * [/ip4] {four}")
+        for four, six in zip(by_ipv4, by_ipv6, strict=True)
+    ]
+
+    class Dead(Deaf):
+        async def dial(self, peer, addresses, *, timeout_s):
+            self.limits_s.append(timeout_s)
+            raise dials[len(self.limits_s) - 1]
+
+    async def main():
+        daemon = Dead()
+        transport = LibP2PTransport(daemon, run_id="run")
+        ways = ["/ip4/10.0.0.1/tcp/1", "/ip6/2a77::2/tcp/1"]
+        with pytest.raises(PeerUnreachable, match="refused the connection"):
+            await transport.connect("b", ways, timeout_s=3.0)
+        assert len(daemon.limits_s) == 2
+        await transport.close()
+
+    run_virtual(main())
+
+
 def test_a_relay_that_hangs_keeps_nobody_from_the_next(monkeypatch):
     """A peer's record names a relay that died for some seconds more."""
 

@@ -24,6 +24,7 @@ from atoll.dht.transport import (
     PeerUnreachable,
     Refused,
     RelayedStreamLost,
+    RelayedStreamSilent,
 )
 from support.nodes import RUN, TICKET, check, echo, echo_stream
 
@@ -342,6 +343,70 @@ def test_a_relay_doubts_a_peer_that_does_not_answer(monkeypatch):
             finally:
                 b.daemon.process.send_signal(signal.SIGCONT)
             assert await a.transport.is_connected(relay.peer_id)  # it has answered
+
+    run(main)
+
+
+@contextlib.asynccontextmanager
+async def two_ways():
+    """Yield two relays, and two peers that know each other behind both, the first one first."""
+    async with ends() as (first, a, b):
+        second = await End.start(relay_mbit_s=1000.0)
+        try:
+            ways = [*first.daemon.addresses, *second.daemon.addresses]
+            for peer, other in ((a, b), (b, a)):
+                await peer.transport.connect(second.peer_id, ways[1:], timeout_s=10)
+                known = [through(way, other.peer_id) for way in ways]
+                peer.transport.learn(other.peer_id, known)
+            yield first, a, b
+        finally:
+            await second.close()
+
+
+def test_a_call_that_its_relay_cuts_off_is_made_once_more():
+    """A vote or a decision that was lost with its relay once cost a peer three seconds."""
+
+    async def main():
+        async with two_ways() as (relay, a, b):
+            asked = []
+
+            async def slow(remote, body):
+                asked.append(body)
+                if len(asked) == 1:
+                    relay.daemon.process.kill()
+                    await asyncio.sleep(60)
+                return b"done"
+
+            b.transport.serve("slow", slow)
+            assert await a.transport.call(b.peer_id, "slow", b"x", timeout_s=20) == b"done"
+            assert asked == [b"x", b"x"]
+
+    run(main)
+
+
+def test_a_stream_of_a_silent_relay_is_opened_through_the_next(monkeypatch):
+    """Its machine lost power: no connection ends, and p2pd believes in all of them."""
+    monkeypatch.setattr(libp2p, "PING_S", 20.0)  # the doubt lasts longer than this test
+
+    async def main():
+        async with two_ways() as (relay, a, b):
+            stream = await a.transport.open(b.peer_id, "echo", timeout_s=10)
+            await stream.send(b"x", timeout_s=10)
+            assert await stream.recv(timeout_s=10) == b"x"
+            assert stream.relay == relay.peer_id
+            await freeze(relay.daemon.process)
+            try:
+                with pytest.raises(RelayedStreamSilent):
+                    await stream.recv(timeout_s=0.3)
+                assert await a.transport.is_connected(relay.peer_id)
+                again = await a.transport.open(b.peer_id, "echo", timeout_s=10)
+                assert again.relay != relay.peer_id
+                await again.send(b"y", timeout_s=10)
+                assert await again.recv(timeout_s=10) == b"y"
+            finally:
+                relay.daemon.process.send_signal(signal.SIGCONT)
+            await stream.close()
+            await again.close()
 
     run(main)
 

@@ -20,7 +20,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Any, TypeVar
 
-from atoll.dht.addresses import CIRCUIT, by_family, relay_of
+from atoll.dht.addresses import CIRCUIT, by_family, refused, relay_of
 from atoll.dht.arrivals import ArrivalMemory
 from atoll.dht.p2pd import Accept, P2pd, P2pdError, open_files
 from atoll.dht.relaying import Relaying
@@ -78,6 +78,9 @@ MAX_STREAMS_PER_PEER = 256  # bounds the memory that one peer can claim
 SPARE_FILES = 2  # one in so many descriptors may be a stream that others opened
 DIAL_RETRY_S = 0.25  # first pause between dials
 BACKOFF_S = 5.0  # for which libp2p itself does not dial again after a failed dial
+NO_WORD = frozenset({"dial backoff", "network is unreachable"})
+"""Reasons of failed dials that say nothing about the peer."""
+PROBE_S = 1.0  # for a TCP handshake
 TLS_S = 10.0  # to begin and to end it on a relayed stream
 PING_S = 3.0  # for the answer of a peer that has let an exchange expire
 PATIENCE_S = 0.5  # least time that the higher PeerID waits for the lower to dial
@@ -630,7 +633,7 @@ class LibP2PTransport:
                     continue
                 if isinstance(error, TimeoutError):
                     raise
-                if is_gone:
+                if is_gone or await self._refuses(peer, str(error), addresses):
                     raise PeerUnreachable(
                         f"{peer} refused the connection: {error}", peer=peer
                     ) from error
@@ -647,12 +650,25 @@ class LibP2PTransport:
         libp2p does not dial again for a while after that, and has no other reason to give. An
         address of a family that this machine does not have says nothing about the peer.
         """
-        reasons = dial_failures(error) - {"dial backoff", "network is unreachable"}
+        reasons = dial_failures(error) - NO_WORD
         if reasons == {"connection refused"}:
             self._refused_s[peer] = now_s
         elif reasons:
             self._refused_s.pop(peer, None)
         return now_s - self._refused_s.get(peer, -math.inf) < BACKOFF_S
+
+    async def _refuses(self, peer: str, error: str, addresses: Sequence[str]) -> bool:
+        """Return whether a peer's machine refuses, asked beside libp2p if that does not dial now.
+
+        The DHT in p2pd may have dialed a peer that died before we did.
+        """
+        reasons = dial_failures(error)
+        if "dial backoff" not in reasons or reasons - NO_WORD:
+            return False
+        if not await refused(addresses, PROBE_S):
+            return False
+        self._refused_s[peer] = asyncio.get_running_loop().time()
+        return True
 
     async def _live(self) -> set[str]:
         self._connected = await self._daemon.connected()

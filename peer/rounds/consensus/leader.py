@@ -624,9 +624,11 @@ class Leadership:
 
     def _log_view(self) -> LeaderView:
         replica = self.ctx.replica
+        turn = (replica.epoch, replica.position) == self.place
         return LeaderView(
             now=self.ctx.now(),
-            turn=(replica.epoch, replica.position) == self.place,
+            turn=turn,
+            promised_term=self.voter.term if turn else 0,
             electorate=tuple(replica.electorate),
             opened_at=replica.moved_at,
             last_s=replica.stood_s,

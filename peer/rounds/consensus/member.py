@@ -284,22 +284,12 @@ class MemberRound:
                 return []
             return self._give_up(view)
         if self._has_turn:
-            return self._leave_passed(view) or self._look_at_clock(view)
+            return self._look_at_clock(view)
         if self._was_early and (not view.electorate or self._lost_lead(view)):
             return self._give_up(view)
         self._has_turn, self._turn_at = True, view.now
         actions: list[Action] = [NoteTurn(), Show(phase=self.phase)]
         return [*actions, ReportTurn(term=self._term)] if self._was_early else actions
-
-    def _leave_passed(self, view: MemberView) -> list[Action]:
-        """Leave a leader without a group once this elector has promised a later term.
-
-        It would wait for a quorum that may never come, while the others wait for this peer there.
-        """
-        if self._within_s is not None or self._term >= view.term:
-            return []
-        self._seek()
-        return [Leave()]
 
     def _look_at_clock(self, view: MemberView) -> list[Action]:
         """Give up a leader of which nothing comes, whoever sends signs of life.
@@ -650,8 +640,8 @@ class Flight:
 
     async def _await_change(self) -> None:
         """Return when something happened, or the member wants to look again."""
-        limit_s = self._ctx.alive_s  # an electorate, or a promise, may come without an entry
-        if self._member.state not in (MemberState.SEEKING, MemberState.REPORTED):
+        limit_s = self._ctx.alive_s  # an electorate may come without an entry
+        if self._member.state is not MemberState.SEEKING:
             wake_at = self._member.wake_at
             limit_s = math.inf if wake_at is None else max(0.0, wake_at - self._ctx.now())
         with suppress(TimeoutError):

@@ -704,6 +704,8 @@ class LeaderView:
     """when that position came to be decided next"""
     last_s: float
     """how long the last position was next, of those decided by their first ballots"""
+    promised_term: int = 0
+    """the term below which the leader's own acceptor accepts nothing there"""
     held: frozenset[int] = frozenset()
     """parts whose named bytes are in hand"""
     coming: frozenset[int] = frozenset()
@@ -1176,7 +1178,13 @@ class Round:
         return self._proposer
 
     def _wait_for_call(self, view: LeaderView) -> list[Action]:
-        """One peer with a bad link to a healthy leader, or one liar, must not end that round."""
+        """One peer with a bad link to a healthy leader, or one liar, must not end that round.
+
+        A later term has been called if this leader's own acceptor has promised it. Those that wait
+        here, the leader among them, are then waited for there.
+        """
+        if view.promised_term > self.term:
+            return self._fail(f"term {view.promised_term} is under way")
         called_by = self._wanted_since + ALONE_GRACES * self._rules.grace_s
         round_by = view.opened_at + CALLED_ALONE_ROUNDS * view.last_s
         overdue = view.now > max(called_by, round_by)

@@ -241,22 +241,6 @@ def test_a_wrong_early_leader_that_fails_at_the_turn_costs_no_term():
     assert (join.leader, join.term) == (leader_of(after, position, 0).peer_id, 0)
 
 
-def test_a_member_without_a_group_goes_where_its_elector_has_promised():
-    """It waited for a quorum in its own term, while the others had asked for a later one."""
-    member = MemberRound(PLACE, stall_s=STALL_S)
-
-    def view(term):
-        return MemberView(now=0.0, place=PLACE, electorate=ELECTORATES[0], term=term)
-
-    def actions(term):
-        return [action for _ in range(3) for action in member.advance(view(term))]
-
-    assert [a.term for a in actions(0) if isinstance(a, Join)] == [0]
-    assert [a.term for a in actions(2) if isinstance(a, Join)] == [2]
-    member.receive(Grouped())
-    assert not [a for a in actions(3) if isinstance(a, Join | Leave)]
-
-
 def joined(member, **view):
     """The terms that a member reports to when it looks around."""
     fields = {"now": 0.0, "place": PLACE, "electorate": ELECTORATES[0], "term": 0}

@@ -98,3 +98,25 @@ def test_a_member_that_does_not_return_is_waited_for_no_longer_than_a_while(tmp_
         assert swarm.same_bits(rest)
 
     run_swarm(tmp_path, scenario)
+
+
+def test_parts_are_fetched_from_peers_that_need_no_relay(tmp_path):
+    """A late member that fetched a body from its leader, through a relay, came late again."""
+
+    async def scenario(swarm):
+        peers = await hidden_pair(swarm)
+        late, leader = peers[3], peers[2]
+        late.window_s = 7.0
+        asked = []
+
+        def note(src, dst, method, n):
+            if method == "part" and src == late.identity.peer_id:
+                asked.append(dst)
+
+        swarm.network.on_message = note
+        await swarm.until(lambda: passed(peers, 8))
+        shown = late.rounds.statistics()
+        assert shown.included < shown.rounds  # so it had parts to fetch
+        assert asked and leader.identity.peer_id not in asked
+
+    run_swarm(tmp_path, scenario)

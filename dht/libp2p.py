@@ -677,6 +677,14 @@ class LibP2PTransport:
     async def _dialed(
         self, peer: str, method: str, *, is_call: bool, timeout_s: float
     ) -> LibP2PStream:
+        try:
+            return await self._dialed_once(peer, method, is_call=is_call, timeout_s=timeout_s)
+        except RelayedStreamLost:  # in the TLS handshake: another relay is tried
+            return await self._dialed_once(peer, method, is_call=is_call, timeout_s=timeout_s)
+
+    async def _dialed_once(
+        self, peer: str, method: str, *, is_call: bool, timeout_s: float
+    ) -> LibP2PStream:
         if peer not in self._connected and peer in self._known:
             await self._connect(peer, timeout_s)
         stream = LibP2PStream(peer, method, is_call=is_call, admit=None, memory=self._memory)

@@ -384,6 +384,27 @@ def test_a_call_that_its_relay_cuts_off_is_made_once_more():
     run(main)
 
 
+def test_a_stream_whose_relay_dies_in_the_handshake_goes_through_the_next(monkeypatch):
+    """The leader that it led to was taken for unreachable, and the round took 22 s."""
+
+    async def main():
+        async with two_ways() as (relay, a, b):
+            attach = a.transport._attach
+
+            async def dying(stream, connection, tls, **options):
+                if stream.relay == relay.peer_id:
+                    relay.daemon.process.kill()
+                await attach(stream, connection, tls, **options)
+
+            monkeypatch.setattr(a.transport, "_attach", dying)
+            async with await a.transport.open(b.peer_id, "echo", timeout_s=10) as stream:
+                assert stream.relay != relay.peer_id
+                await stream.send(b"x", timeout_s=10)
+                assert await stream.recv(timeout_s=10) == b"x"
+
+    run(main)
+
+
 def test_a_stream_of_a_silent_relay_is_opened_through_the_next(monkeypatch):
     """Its machine lost power: no connection ends, and p2pd believes in all of them."""
     monkeypatch.setattr(libp2p, "PING_S", 20.0)  # the doubt lasts longer than this test

@@ -464,7 +464,8 @@ class _Line:
         """Report to the leader on a new stream."""
         await self.close()
         self._stream = await self._open_stream()
-        await self._send(READY, self._ready)
+        with suppress(*RELAY_LOST):  # `hold` learns of it too
+            await self._send(READY, self._ready)
 
     async def hold(self, seat: Seat) -> None:
         """Follow the leader's orders, and report finished parts, until the line is lost."""

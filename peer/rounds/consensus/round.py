@@ -689,6 +689,9 @@ class RoundState(Enum):
 
 
 OVER = frozenset({RoundState.DECIDED, RoundState.FAILED})
+# A later term has been called if this leader's own acceptor has promised it. Those that report
+# here, the leader among them, are then waited for there, while this term lacks its leader's vote.
+WITHOUT_GROUP = frozenset({RoundState.CALLED, RoundState.FORMING})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -1146,6 +1149,8 @@ class Round:
         """
         if gone := self._end_absences(view.now):
             return gone
+        if self.state in WITHOUT_GROUP and view.promised_term > self.term:
+            return self._fail(f"term {view.promised_term} is under way")
         match self.state:
             case RoundState.CALLED:
                 return self._wait_for_call(view)
@@ -1178,13 +1183,7 @@ class Round:
         return self._proposer
 
     def _wait_for_call(self, view: LeaderView) -> list[Action]:
-        """One peer with a bad link to a healthy leader, or one liar, must not end that round.
-
-        A later term has been called if this leader's own acceptor has promised it. Those that wait
-        here, the leader among them, are then waited for there.
-        """
-        if view.promised_term > self.term:
-            return self._fail(f"term {view.promised_term} is under way")
+        """One peer with a bad link to a healthy leader, or one liar, must not end that round."""
         called_by = self._wanted_since + ALONE_GRACES * self._rules.grace_s
         round_by = view.opened_at + CALLED_ALONE_ROUNDS * view.last_s
         overdue = view.now > max(called_by, round_by)

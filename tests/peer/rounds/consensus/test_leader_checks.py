@@ -142,12 +142,18 @@ def test_a_later_term_waits_until_it_is_called_for():
     assert one.advance(view(0.5)) == []
 
 
-def test_a_term_that_nobody_called_ends_for_a_later_one():
+@pytest.mark.parametrize("term", [0, 1])
+def test_a_term_without_a_group_ends_for_a_later_one(term):
     """Its leader waited for a quorum as a leader, and was waited for as a member: half a minute."""
-    one, _ = begun(term=1)
-    assert one.advance(view(0.5, promised_term=1)) == []
+    one, _ = begun(term)
+    assert one.advance(view(0.5, promised_term=term)) == []
     (fail,) = one.advance(view(0.5, promised_term=2))
     assert fail == Fail(why="term 2 is under way")
+
+
+def test_a_term_with_a_group_goes_on_to_its_votes():
+    one, _ = closed({"p0": 1.0, "p1": 1.0})
+    assert not any(isinstance(a, Fail) for a in one.advance(view(0.5, promised_term=2)))
 
 
 def test_a_report_after_the_group_was_closed_is_refused():

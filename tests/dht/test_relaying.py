@@ -226,6 +226,27 @@ def test_a_stream_breaks_with_its_relay():
     run(main)
 
 
+def test_a_relay_that_is_gone_before_it_is_asked_is_unreachable():
+    """A broken pipe in its place once restarted the work of a whole peer."""
+
+    class Gone:
+        async def open(self, peer, protocol, *, timeout_s):
+            ours, theirs = socket.socketpair()
+            ours.setblocking(False)
+            theirs.close()
+            return ours
+
+    async def main():
+        relays = Relaying(
+            Identity.ephemeral(), Gone(), run_id=RUN, check=check, admission=lambda: TICKET
+        )
+        with pytest.raises(PeerUnreachable, match="R ended a relayed stream"):
+            await relays.open("R", "B", timeout_s=5)
+        await relays.close()
+
+    run(main)
+
+
 def test_strangers_are_not_relayed():
     async def main():
         async with ends(ticket=b"none") as (relay, a, b):

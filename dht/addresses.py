@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import ipaddress
 import re
 import socket
@@ -68,6 +69,30 @@ def by_family(addresses: Sequence[str]) -> list[list[str]]:
     """
     first = [address for address in addresses if not is_ipv6(address)]
     return [turn for turn in (first, [a for a in addresses if is_ipv6(a)]) if turn]
+
+
+async def refused(addresses: Sequence[str], timeout_s: float) -> bool:
+    """Return whether a machine refuses TCP at some of these addresses, and takes it at none."""
+    found = [match for match in map(TCP.match, addresses) if match is not None]
+    answers = await asyncio.gather(
+        *(_refuses(match["host"], int(match["port"]), timeout_s) for match in found)
+    )
+    return True in answers and False not in answers
+
+
+async def _refuses(host: str, port: int, timeout_s: float) -> bool | None:
+    """Return whether nobody listens there; None if this machine has no way to the host."""
+    try:
+        async with asyncio.timeout(timeout_s):
+            _, writer = await asyncio.open_connection(host, port)
+    except ConnectionRefusedError:
+        return True
+    except TimeoutError:
+        return False
+    except OSError:
+        return None
+    writer.close()
+    return False
 
 
 def has_ipv6() -> bool:

@@ -20,7 +20,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Any, TypeVar
 
-from atoll.dht.addresses import CIRCUIT, by_family, relay_of
+from atoll.dht.addresses import CIRCUIT, by_family, refused, relay_of
 from atoll.dht.arrivals import ArrivalMemory
 from atoll.dht.p2pd import Accept, P2pd, P2pdError, open_files
 from atoll.dht.relaying import Relaying
@@ -44,6 +44,7 @@ from atoll.dht.transport import (
     PeerUnreachable,
     Refused,
     RelayedStreamLost,
+    RelayedStreamSilent,
     StreamEnd,
     StreamHandler,
     TransportError,
@@ -77,6 +78,9 @@ MAX_STREAMS_PER_PEER = 256  # bounds the memory that one peer can claim
 SPARE_FILES = 2  # one in so many descriptors may be a stream that others opened
 DIAL_RETRY_S = 0.25  # first pause between dials
 BACKOFF_S = 5.0  # for which libp2p itself does not dial again after a failed dial
+NO_WORD = frozenset({"dial backoff", "network is unreachable"})
+"""Reasons of failed dials that say nothing about the peer."""
+PROBE_S = 1.0  # for a TCP handshake
 TLS_S = 10.0  # to begin and to end it on a relayed stream
 PING_S = 3.0  # for the answer of a peer that has let an exchange expire
 PATIENCE_S = 0.5  # least time that the higher PeerID waits for the lower to dial
@@ -120,6 +124,7 @@ class LibP2PStream(StreamEnd):
         """PeerID of the peer that carries it; empty if no peer does"""
         self.heard_s = 0.0
         self.on_gone: Callable[[LibP2PStream], None] = lambda stream: None
+        self.on_silent_relay: Callable[[str], None] = lambda relay: None
         self._admit = admit
         self._unread_bytes = 0
         self._is_lost = False
@@ -160,6 +165,15 @@ class LibP2PStream(StreamEnd):
         self._put(Mark.DATA, data)
         if self.connection.is_full:
             await self._within(self._room(), timeout_s, "send")
+
+    async def _within(self, work: Coroutine[None, None, T], timeout_s: float, what: str) -> T:
+        try:
+            return await super()._within(work, timeout_s, what)
+        except DeadlineExceeded as error:
+            if not self.relay:
+                raise
+            self.on_silent_relay(self.relay)
+            raise RelayedStreamSilent(str(error), peer=self.remote) from None
 
     # The carrier
 
@@ -447,7 +461,15 @@ class LibP2PTransport:
 
         A router that has a new address, or a laptop in another network, leaves connections that
         libp2p takes for live for up to a minute. Meanwhile it does not dial those peers again.
+        Of a peer behind relays, these are asked.
         """
+        if peer in self._behind and peer not in self._connected:
+            for relay in self._relays_of(peer):
+                self._doubt(relay)
+        else:
+            self._doubt(peer)
+
+    def _doubt(self, peer: str) -> None:
         if peer in self._connected and peer not in self._doubted and not self._is_closed:
             self._doubted.add(peer)
             self._tasks.spawn(self._expect_life(peer))
@@ -606,11 +628,12 @@ class LibP2PTransport:
                 await self._daemon.dial(peer, now, timeout_s=left_s)
                 self._connected.add(peer)
             except (P2pdError, TimeoutError) as error:
+                is_gone = self._is_gone(peer, str(error), loop.time())
                 if turns:
                     continue
                 if isinstance(error, TimeoutError):
                     raise
-                if self._is_gone(peer, str(error), loop.time()):
+                if is_gone or await self._refuses(peer, str(error), addresses):
                     raise PeerUnreachable(
                         f"{peer} refused the connection: {error}", peer=peer
                     ) from error
@@ -624,20 +647,42 @@ class LibP2PTransport:
     def _is_gone(self, peer: str, error: str, now_s: float) -> bool:
         """Return whether the peer refused the connection; retrying is pointless.
 
-        libp2p does not dial again for a while after that, and has no other reason to give.
+        libp2p does not dial again for a while after that, and has no other reason to give. An
+        address of a family that this machine does not have says nothing about the peer.
         """
-        reasons = dial_failures(error)
+        reasons = dial_failures(error) - NO_WORD
         if reasons == {"connection refused"}:
             self._refused_s[peer] = now_s
-        elif reasons != {"dial backoff"}:
+        elif reasons:
             self._refused_s.pop(peer, None)
         return now_s - self._refused_s.get(peer, -math.inf) < BACKOFF_S
+
+    async def _refuses(self, peer: str, error: str, addresses: Sequence[str]) -> bool:
+        """Return whether a peer's machine refuses, asked beside libp2p if that does not dial now.
+
+        The DHT in p2pd may have dialed a peer that died before we did.
+        """
+        reasons = dial_failures(error)
+        if "dial backoff" not in reasons or reasons - NO_WORD:
+            return False
+        if not await refused(addresses, PROBE_S):
+            return False
+        self._refused_s[peer] = asyncio.get_running_loop().time()
+        return True
 
     async def _live(self) -> set[str]:
         self._connected = await self._daemon.connected()
         return self._connected
 
     async def _dialed(
+        self, peer: str, method: str, *, is_call: bool, timeout_s: float
+    ) -> LibP2PStream:
+        try:
+            return await self._dialed_once(peer, method, is_call=is_call, timeout_s=timeout_s)
+        except RelayedStreamLost:  # in the TLS handshake: another relay is tried
+            return await self._dialed_once(peer, method, is_call=is_call, timeout_s=timeout_s)
+
+    async def _dialed_once(
         self, peer: str, method: str, *, is_call: bool, timeout_s: float
     ) -> LibP2PStream:
         if peer not in self._connected and peer in self._known:
@@ -651,7 +696,8 @@ class LibP2PTransport:
         try:
             await self._attach(stream, connection, tls)
         except OSError as error:
-            raise PeerUnreachable(f"{peer} cannot be reached: {error}", peer=peer) from error
+            kind = RelayedStreamLost if stream.relay else PeerUnreachable
+            raise kind(f"{peer} cannot be reached: {error}", peer=peer) from error
         return stream
 
     async def _directly(self, peer: str, timeout_s: float) -> socket.socket:
@@ -668,16 +714,18 @@ class LibP2PTransport:
     ) -> tuple[str, socket.socket, ssl.SSLContext]:
         assert self._relaying is not None
         errors: list[str] = []
-        # Those that we have a connection to first: to dial one that is dead takes seconds.
+        # Those that we have a connection to first: to dial one that is dead takes seconds. One that
+        # fell silent comes after those that did not.
         live, relays = await self._live(), self._relays_of(peer)
+        relays.sort(key=lambda relay: (relay not in live, relay in self._doubted))
         deadline_s = asyncio.get_running_loop().time() + timeout_s
-        for index, relay in enumerate(sorted(relays, key=lambda relay: relay not in live)):
+        for index, relay in enumerate(relays):
             left_s = deadline_s - asyncio.get_running_loop().time()
             share_s = left_s / (len(relays) - index)
             try:
                 return relay, *await self._relaying.open(relay, peer, timeout_s=share_s)
             except DeadlineExceeded as error:
-                self.doubt(relay)
+                self._doubt(relay)
                 errors.append(f"through {relay}: {error}")
             except (PeerUnreachable, Refused) as error:
                 errors.append(f"through {relay}: {error}")
@@ -706,7 +754,7 @@ class LibP2PTransport:
         except BaseException:
             connection.close()
             raise
-        stream.on_gone = self._forget
+        stream.on_gone, stream.on_silent_relay = self._forget, self._doubt
         self._streams.add(stream)
 
     def _forget(self, stream: LibP2PStream) -> None:
@@ -734,6 +782,14 @@ class LibP2PTransport:
 
     async def _call(self, peer: str, method: str, body: bytes, timeout_s: float) -> bytes:
         self._calls_made += 1
+        try:
+            return await self._ask(peer, method, body, timeout_s)
+        except RelayedStreamLost:
+            # Once more, through another relay: perhaps only the answer was lost. No call does
+            # anything that a second one would do again.
+            return await self._ask(peer, method, body, timeout_s)
+
+    async def _ask(self, peer: str, method: str, body: bytes, timeout_s: float) -> bytes:
         stream = self._idle_stream(peer, method)
         if stream is None:
             stream = await self._open(peer, method, is_call=True, timeout_s=timeout_s)

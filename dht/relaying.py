@@ -263,7 +263,10 @@ class Relaying:
         connection = await self._daemon.open(relay, self.protocol, timeout_s=timeout_s)
         try:
             ask = (peer.encode(), self._secrets.hello, self._admission())
-            await _send(connection, Kind.ASK, *ask)
+            try:
+                await _send(connection, Kind.ASK, *ask)
+            except ConnectionError as error:
+                raise PeerUnreachable(f"{relay} ended a relayed stream", peer=relay) from error
             hello, address = await _answer(connection, relay, fields=2)
             self._note_address(peer, address)
             return connection, self._secrets.context(peer, hello, server_side=False)

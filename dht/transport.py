@@ -30,6 +30,7 @@ Errors::
     ├── PeerUnreachable           no connection, or it ended without an end mark (the peer died)
     │   └── RelayedStreamLost     such an end through a relay: perhaps only the relay died
     ├── DeadlineExceeded          nothing finished within `timeout_s` (also a TimeoutError)
+    │   └── RelayedStreamSilent   such a wait on a stream through a relay: as for a lost one
     └── Refused                   the peer refused: `code` for programs, `message` for people
     FrameError (ValueError)       the bytes are not of this protocol
 
@@ -79,6 +80,14 @@ class RelayedStreamLost(PeerUnreachable):
 
 class DeadlineExceeded(TransportError, TimeoutError):
     """An operation did not finish within its `timeout_s`."""
+
+
+class RelayedStreamSilent(DeadlineExceeded):
+    """A relay that dies with its machine breaks no stream: nothing comes any more."""
+
+
+RELAY_LOST = (RelayedStreamLost, RelayedStreamSilent)
+"""Perhaps only the relay is gone: the same peer may be reached through another."""
 
 
 class Refused(TransportError):

@@ -8,7 +8,8 @@ over libp2p:
   late.
 - `drop`: a dropped question or answer of a call never comes; a stream never skips a message, so it
   stalls.
-- `reset`: the connection of a pair breaks; its streams and calls end with PeerUnreachable.
+- `reset`: the connection of a pair breaks; its streams and calls end with PeerUnreachable, or with
+  RelayedStreamLost if a relay between them died.
 - `freeze`: SIGSTOP. Nothing arrives and the peer's tasks do not come out of any network operation
   until `thaw`, not even by their own deadline.
 - `kill`: SIGKILL. Streams end at the other side with PeerUnreachable (`clean=True`: with None, as a
@@ -40,6 +41,7 @@ from atoll.dht.transport import (
     Mark,
     PeerUnreachable,
     Refused,
+    RelayedStreamLost,
     StreamEnd,
     StreamHandler,
     TransportError,
@@ -186,19 +188,21 @@ class MemoryNetwork:
             event.set()
             self._release()
 
-    def reset(self, a: str, b: str) -> None:
-        """Break the connection between two peers."""
+    def reset(self, a: str, b: str, *, at_relay: bool = False) -> None:
+        """Break the connection between two peers; `at_relay`, the relay between them died."""
+        kind = RelayedStreamLost if at_relay else PeerUnreachable
         for peer, other in ((a, b), (b, a)):
             if peer in self._peers:
-                self._peers[peer]._lose(other, clean=False)
+                self._peers[peer]._lose(other, kind(f"the connection to {other} broke", peer=other))
 
     def kill(self, peer_id: str, *, clean: bool = False) -> None:
         """Kill a peer, as SIGKILL does."""
         peer = self._peers[peer_id]
         peer._die()
+        broke = PeerUnreachable(f"the connection to {peer_id} broke", peer=peer_id)
         for other in self._peers.values():
             if other is not peer:
-                other._lose(peer_id, clean=clean)
+                other._lose(peer_id, None if clean else broke)
         self.thaw(peer_id)
 
     # Messages
@@ -387,7 +391,7 @@ class MemoryTransport:
         self.alive = False
         await self._tasks.close()
         for other in self.network._peers.values():
-            other._lose(self.peer_id, clean=True)
+            other._lose(self.peer_id, None)
 
     # This side of an exchange
 
@@ -485,8 +489,7 @@ class MemoryTransport:
         self.alive, self._killed = False, True
         self._tasks.cancel()
 
-    def _lose(self, remote: str, *, clean: bool) -> None:
-        error = None if clean else PeerUnreachable(f"the connection to {remote} broke", peer=remote)
+    def _lose(self, remote: str, error: TransportError | None) -> None:
         exchanges: list[_Call | MemoryStream] = [*self._calls, *self._streams]
         for exchange in exchanges:
             if exchange.remote == remote:

@@ -161,6 +161,11 @@ class Ready(Record):
         """The position of the contribution."""
         return self.report.position
 
+    def repeats(self, other: Ready) -> bool:
+        """Return whether it reports the same contribution in the same term."""
+        one, before = (self.term, self.report), (other.term, other.report)
+        return one == before and self.signature == other.signature
+
 
 class Sworn(Record):
     """The part of a member's signed report that its `Member` does not show."""

@@ -1,9 +1,12 @@
 """Addresses: public or private, what is announced of them, and in which order they are dialed."""
 
+import asyncio
+import socket
+
 import pytest
 
 from atoll.dht import addresses
-from atoll.dht.addresses import announced, by_family, is_public, usable
+from atoll.dht.addresses import announced, by_family, is_public, refused, usable
 
 BOTH = ("/ip4/0.0.0.0/tcp/0", "/ip6/::/tcp/0")
 HOME = ["/ip4/127.0.0.1/tcp/1", "/ip4/192.168.1.4/tcp/1", "/ip6/::1/tcp/1", "/ip6/fd00::4/tcp/1"]
@@ -65,3 +68,18 @@ def test_ipv4_is_dialed_first_and_ipv6_is_not_forgotten():
     assert by_family(mixed) == [mixed[1:], mixed[:1]]
     assert by_family(mixed[:1]) == [mixed[:1]]
     assert by_family([]) == []
+
+
+def test_a_machine_refuses_where_nothing_listens():
+    async def ask(*names):
+        return await refused(names, 5.0)
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        here = f"/ip4/127.0.0.1/tcp/{server.getsockname()[1]}"
+        with socket.socket() as bound:  # holds a port at which it does not listen
+            bound.bind(("127.0.0.1", 0))
+            dead = f"/ip4/127.0.0.1/tcp/{bound.getsockname()[1]}"
+            assert asyncio.run(ask(f"{dead}/p2p/A"))
+            assert asyncio.run(ask(dead, "/dns/example.org/tcp/1"))
+            assert not asyncio.run(ask(dead, here))
+    assert not asyncio.run(ask())

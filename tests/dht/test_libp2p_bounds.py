@@ -62,12 +62,17 @@ class Failing(Deaf):
         raise P2pdError("\n".join([f"failed to dial {peer}: all dials failed", *lines]))
 
 
+async def unheard(addresses, timeout_s):
+    return False
+
+
 @pytest.mark.parametrize(
     ("reasons", "is_gone"),
     [([REFUSED], True), ([BACKOFF, REFUSED], True), ([NO_ROUTE], False), ([], False)],
 )
-def test_where_nobody_listens_no_dial_is_repeated(reasons, is_gone):
+def test_where_nobody_listens_no_dial_is_repeated(monkeypatch, reasons, is_gone):
     """The members of a group wait for the end of these dials before they turn to another leader."""
+    monkeypatch.setattr(libp2p, "refused", unheard)
 
     async def main():
         daemon = Failing(*reasons)
@@ -77,6 +82,63 @@ def test_where_nobody_listens_no_dial_is_repeated(reasons, is_gone):
                 await transport.connect("b", ["/ip4/10.0.0.1/tcp/1"], timeout_s=3.0)
         # Each time until the refusal; and the second time, libp2p does not dial yet.
         assert (len(daemon.limits_s) == len(reasons) + 1) == is_gone
+        await transport.close()
+
+    run_virtual(main())
+
+
+def test_a_machine_that_libp2p_does_not_dial_now_is_asked_beside_it(monkeypatch):
+    """The DHT in p2pd dialed the dead peer first, and only that dial was told the reason."""
+    asked = []
+
+    async def refused(addresses, timeout_s):
+        asked.append(tuple(addresses))
+        return True
+
+    monkeypatch.setattr(libp2p, "refused", refused)
+
+    async def main():
+        daemon = Failing()
+        transport = LibP2PTransport(daemon, run_id="run")
+        for _ in range(2):
+            with pytest.raises(PeerUnreachable, match="refused the connection"):
+                await transport.connect("b", ["/ip4/10.0.0.1/tcp/1"], timeout_s=4.5)
+        assert len(daemon.limits_s) == 2
+        assert asked == [("/ip4/10.0.0.1/tcp/1",)]
+        await transport.close()
+
+    run_virtual(main())
+
+
+NO_NETWORK = "connect: network is unreachable"
+
+
+@pytest.mark.parametrize(
+    ("by_ipv4", "by_ipv6"),
+    [
+        ((REFUSED, BACKOFF), (REFUSED, REFUSED)),  # the second dial names both families
+        ((REFUSED, BACKOFF), (NO_NETWORK, NO_NETWORK)),  # this machine has no IPv6
+    ],
+)
+def test_where_nobody_listens_no_dial_of_two_families_is_repeated(by_ipv4, by_ipv6):
+    """Each dial gives a reason for every address that libp2p knows of the peer."""
+    dials = [
+        P2pdError(f"all dials failed\n  * [/ip6] {six}\n  * [/ip4] {four}")
+        for four, six in zip(by_ipv4, by_ipv6, strict=True)
+    ]
+
+    class Dead(Deaf):
+        async def dial(self, peer, addresses, *, timeout_s):
+            self.limits_s.append(timeout_s)
+            raise dials[len(self.limits_s) - 1]
+
+    async def main():
+        daemon = Dead()
+        transport = LibP2PTransport(daemon, run_id="run")
+        ways = ["/ip4/10.0.0.1/tcp/1", "/ip6/2a77::2/tcp/1"]
+        with pytest.raises(PeerUnreachable, match="refused the connection"):
+            await transport.connect("b", ways, timeout_s=3.0)
+        assert len(daemon.limits_s) == 2
         await transport.close()
 
     run_virtual(main())

@@ -24,6 +24,7 @@ from atoll.dht.transport import (
     PeerUnreachable,
     Refused,
     RelayedStreamLost,
+    RelayedStreamSilent,
 )
 from support.nodes import RUN, TICKET, check, echo, echo_stream
 
@@ -225,6 +226,27 @@ def test_a_stream_breaks_with_its_relay():
     run(main)
 
 
+def test_a_relay_that_is_gone_before_it_is_asked_is_unreachable():
+    """A broken pipe in its place once restarted the work of a whole peer."""
+
+    class Gone:
+        async def open(self, peer, protocol, *, timeout_s):
+            ours, theirs = socket.socketpair()
+            ours.setblocking(False)
+            theirs.close()
+            return ours
+
+    async def main():
+        relays = Relaying(
+            Identity.ephemeral(), Gone(), run_id=RUN, check=check, admission=lambda: TICKET
+        )
+        with pytest.raises(PeerUnreachable, match="R ended a relayed stream"):
+            await relays.open("R", "B", timeout_s=5)
+        await relays.close()
+
+    run(main)
+
+
 def test_strangers_are_not_relayed():
     async def main():
         async with ends(ticket=b"none") as (relay, a, b):
@@ -342,6 +364,91 @@ def test_a_relay_doubts_a_peer_that_does_not_answer(monkeypatch):
             finally:
                 b.daemon.process.send_signal(signal.SIGCONT)
             assert await a.transport.is_connected(relay.peer_id)  # it has answered
+
+    run(main)
+
+
+@contextlib.asynccontextmanager
+async def two_ways():
+    """Yield two relays, and two peers that know each other behind both, the first one first."""
+    async with ends() as (first, a, b):
+        second = await End.start(relay_mbit_s=1000.0)
+        try:
+            ways = [*first.daemon.addresses, *second.daemon.addresses]
+            for peer, other in ((a, b), (b, a)):
+                await peer.transport.connect(second.peer_id, ways[1:], timeout_s=10)
+                known = [through(way, other.peer_id) for way in ways]
+                peer.transport.learn(other.peer_id, known)
+            yield first, a, b
+        finally:
+            await second.close()
+
+
+def test_a_call_that_its_relay_cuts_off_is_made_once_more():
+    """A vote or a decision that was lost with its relay once cost a peer three seconds."""
+
+    async def main():
+        async with two_ways() as (relay, a, b):
+            asked = []
+
+            async def slow(remote, body):
+                asked.append(body)
+                if len(asked) == 1:
+                    relay.daemon.process.kill()
+                    await asyncio.sleep(60)
+                return b"done"
+
+            b.transport.serve("slow", slow)
+            assert await a.transport.call(b.peer_id, "slow", b"x", timeout_s=20) == b"done"
+            assert asked == [b"x", b"x"]
+
+    run(main)
+
+
+def test_a_stream_whose_relay_dies_in_the_handshake_goes_through_the_next(monkeypatch):
+    """The leader that it led to was taken for unreachable, and the round took 22 s."""
+
+    async def main():
+        async with two_ways() as (relay, a, b):
+            attach = a.transport._attach
+
+            async def dying(stream, connection, tls, **options):
+                if stream.relay == relay.peer_id:
+                    relay.daemon.process.kill()
+                await attach(stream, connection, tls, **options)
+
+            monkeypatch.setattr(a.transport, "_attach", dying)
+            async with await a.transport.open(b.peer_id, "echo", timeout_s=10) as stream:
+                assert stream.relay != relay.peer_id
+                await stream.send(b"x", timeout_s=10)
+                assert await stream.recv(timeout_s=10) == b"x"
+
+    run(main)
+
+
+def test_a_stream_of_a_silent_relay_is_opened_through_the_next(monkeypatch):
+    """Its machine lost power: no connection ends, and p2pd believes in all of them."""
+    monkeypatch.setattr(libp2p, "PING_S", 20.0)  # the doubt lasts longer than this test
+
+    async def main():
+        async with two_ways() as (relay, a, b):
+            stream = await a.transport.open(b.peer_id, "echo", timeout_s=10)
+            await stream.send(b"x", timeout_s=10)
+            assert await stream.recv(timeout_s=10) == b"x"
+            assert stream.relay == relay.peer_id
+            await freeze(relay.daemon.process)
+            try:
+                with pytest.raises(RelayedStreamSilent):
+                    await stream.recv(timeout_s=0.3)
+                assert await a.transport.is_connected(relay.peer_id)
+                again = await a.transport.open(b.peer_id, "echo", timeout_s=10)
+                assert again.relay != relay.peer_id
+                await again.send(b"y", timeout_s=10)
+                assert await again.recv(timeout_s=10) == b"y"
+            finally:
+                relay.daemon.process.send_signal(signal.SIGCONT)
+            await stream.close()
+            await again.close()
 
     run(main)
 

@@ -134,6 +134,8 @@ class SwarmPeer:
     under_way: dict[int, Open] = field(default_factory=dict)
     """by fragment"""
     role: Literal["trainer", "keeper"] = "trainer"
+    addresses: tuple[str, ...] = ()
+    """announced in the roster; those at relays show a peer that nobody dials"""
     ballots: Ballots | None = None
     """what an elector remembers over a restart; None: nothing"""
     seen: int = 0
@@ -237,7 +239,7 @@ class SwarmPeer:
         await self.roster.publish(
             PeerRecord(
                 peer_id=self.identity.peer_id,
-                addresses=(),
+                addresses=self.addresses,
                 incarnation=self.incarnation,
                 role=self.role,
                 epoch=0,

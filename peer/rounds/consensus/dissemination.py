@@ -180,6 +180,11 @@ class Delivery:
         self._signature = ctx.sign(group_payload(ctx.replica.run_id, self._digest))
         self._mbit_s = max(0.1, statistics.median(uplinks_mbit_s.values()))
 
+    @property
+    def closed(self) -> Closed:
+        """The group for a member that forwards it to nobody."""
+        return Closed(group=self._group, signature=self._signature, tell=())
+
     async def begin(self) -> None:
         """Send it to the first members of the branches."""
         here = [[peer] for peer in self._waiting if peer == self._ctx.me.peer_id]
@@ -212,8 +217,7 @@ class Delivery:
     async def _tell(self, branch: Sequence[str]) -> None:
         tell = tuple(self._index[peer] for peer in branch[1:])
         self._strike_off(branch[0])
-        closed = Closed(group=self._group, signature=self._signature, tell=tell)
-        await self._send(branch[0], closed)
+        await self._send(branch[0], self.closed.model_copy(update={"tell": tell}))
 
     async def _await_members(self, patience_s: float) -> None:
         """Return when all have it, a member that forwards it is gone, or patience is over."""

@@ -29,7 +29,7 @@ from typing import Any, Self
 from atoll.dht.identity import short
 from atoll.dht.refusals import RefusalCode
 from atoll.dht.tasks import Tasks, beside, end, race, together
-from atoll.dht.transport import DeadlineExceeded, Refused, Stream, TransportError
+from atoll.dht.transport import RELAY_LOST, DeadlineExceeded, Refused, Stream, TransportError
 from atoll.optim.log.electorate import succeed
 from atoll.optim.log.entry import (
     Certificate,
@@ -76,6 +76,7 @@ from atoll.peer.rounds.consensus.round import (
     Polled,
     Probed,
     Promised,
+    Readmit,
     RepairPart,
     ReportArrived,
     Reported,
@@ -549,25 +550,27 @@ class Leadership:
         Raises:
             Refused: the group is closed.
         """
-        self._take(Reported(peer=remote, ready=ready))
+        readmitted = self._take(Reported(peer=remote, ready=ready))
         session = Session(remote=remote, ready=ready, stream=stream)
         self.sessions[remote] = session
         left: list[Action] = []
         try:
             async with beside(self._send_alive(session)):
+                is_cut_off = False
                 try:
-                    await self._listen(session)
+                    await self._do_all(readmitted)
+                    is_cut_off = await self._listen(session)
                 finally:
-                    left = self._end_session(session)
+                    left = self._end_session(session, is_cut_off=is_cut_off)
         finally:
             await self._do_all(left)
 
-    def _end_session(self, session: Session) -> list[Action]:
-        """Count the member as gone at once, unless it has reported again."""
+    def _end_session(self, session: Session, *, is_cut_off: bool) -> list[Action]:
+        """Count the member as gone unless it has reported again, or may do so."""
         if self.sessions[session.remote] is not session:
             return []
         self._lost.set()
-        actions = self._take(Left(peer=session.remote))
+        actions = self._take(Left(peer=session.remote, is_cut_off=is_cut_off))
         if self._delivery is not None:
             self._delivery.gone(session.remote)
         return actions
@@ -621,9 +624,11 @@ class Leadership:
 
     def _log_view(self) -> LeaderView:
         replica = self.ctx.replica
+        turn = (replica.epoch, replica.position) == self.place
         return LeaderView(
             now=self.ctx.now(),
-            turn=(replica.epoch, replica.position) == self.place,
+            turn=turn,
+            promised_term=self.voter.term if turn else 0,
             electorate=tuple(replica.electorate),
             opened_at=replica.moved_at,
             last_s=replica.stood_s,
@@ -808,12 +813,13 @@ class Leadership:
         again = [peer for peer in self._promised if peer in trainers and peer not in electors]
         return sorted(set(trainers) - set(again[MAX_PROBED:]))
 
-    async def _listen(self, session: Session) -> None:
-        with suppress(TransportError):
+    async def _listen(self, session: Session) -> bool:
+        """Take what a member sends, until its session ends; return whether a relay was lost."""
+        try:
             while True:
                 message = await session.stream.recv(timeout_s=self.ctx.settings.stall_s)
                 if message is None:
-                    return
+                    return False
                 if message[:1] == PART_DONE:
                     done = PartDone.decode(message[1:])
                     self._take(PartReduced(peer=session.remote, done=done))
@@ -821,6 +827,8 @@ class Leadership:
                     self._delivery.note(session.remote, Seated.decode(message[1:]).group)
                 elif message[:1] == READY:
                     await self._take_turn(session.remote, Ready.decode(message[1:]))
+        except TransportError as error:
+            return isinstance(error, RELAY_LOST)
 
     async def _take_turn(self, remote: str, ready: Ready) -> None:
         """Take a member's report that the position's turn has come at its place in the log.
@@ -844,6 +852,8 @@ class Leadership:
                 await self._deliver(action)
             case TellGone():
                 await self._broadcast(GONE, Gone(member=action.member))
+            case Readmit():
+                await self._readmit(action)
             case RepairPart():
                 await self._repair(action)
             case Fetch():
@@ -878,6 +888,15 @@ class Leadership:
             self.ctx.parts.keep_reports(action.group.position, action.group.reports)
             acceptors = [elector.peer_id for elector in self._electorate()]
             self._tasks.spawn(seal(self.ctx, action.group, acceptors))
+
+    async def _readmit(self, action: Readmit) -> None:
+        session = self.sessions[action.peer]
+        if self._delivery is not None:
+            await self._send(session, GROUP, self._delivery.closed)
+        for member in action.gone:
+            await self._send(session, GONE, Gone(member=member))
+        for order in action.orders:
+            await self._send(session, REPAIR, order)
 
     async def _repair(self, action: RepairPart) -> None:
         text = (
@@ -918,6 +937,8 @@ class Leadership:
     async def _send(self, session: Session, kind: bytes, record: Closed | Repair | Gone) -> None:
         try:
             await session.stream.send(tagged(kind, record), timeout_s=self.ctx.settings.stall_s)
+        except RELAY_LOST:
+            pass  # the session ends by itself, and the member may report again
         except TransportError:
             if self.sessions[session.remote] is session:
                 self._take(Unreachable(peer=session.remote))

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable, Collection, Hashable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Hashable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from enum import Enum
@@ -35,7 +35,7 @@ from atoll.coordinator.run.phases import RoundPhase
 from atoll.dht.identity import short
 from atoll.dht.refusals import RefusalCode
 from atoll.dht.tasks import beside, end, race
-from atoll.dht.transport import Refused, RelayedStreamLost, Stream, TransportError
+from atoll.dht.transport import RELAY_LOST, Refused, Stream, TransportError
 from atoll.optim.log.entry import Elector, MalformedRecord
 from atoll.optim.reduction.contribution import Offer
 from atoll.peer.rounds.allreduce.exchange import Exchange, begin_upfront, exchange_of
@@ -56,6 +56,7 @@ from atoll.peer.rounds.messages import (
     Closed,
     Gone,
     Group,
+    PartDone,
     Ready,
     Repair,
     Report,
@@ -126,8 +127,6 @@ class Failed:
     """what the leader gave as the reason of its refusal"""
     key: Hashable = None
     """what is alike in such failures"""
-    is_relay_lost: bool = False
-    """whether the stream broke at a relay; the leader may live"""
 
 
 # Actions
@@ -209,8 +208,6 @@ class MemberRound:
         self._has_group = False
         """whether the contribution was in a group, of this session or an earlier one"""
         self._failure: Failed | None = None
-        self._has_rejoined = False
-        """whether a relay to this term's leader was lost before"""
         self._late_since: int | None = None
         """the position at which an early failure waits for the next entry"""
         self._turn_at = 0.0
@@ -358,11 +355,6 @@ class MemberRound:
             key = "leader refused", position, name, failure.key
             self._try_next()
             return [SendReport(level="warning", text=text, key=key)]
-        if failure.is_relay_lost and not self._has_rejoined:
-            # Before this elector promises the next leader not to vote for this one's entry.
-            self._has_rejoined = True
-            self._seek()
-            return [Leave()]
         text = f"round {position + 1}, term {self._term}: {failure.why}"
         report = SendReport(level="warning", text=text, key=("term failed", position, failure.key))
         self._try_next()
@@ -381,7 +373,7 @@ class MemberRound:
     def _try_next(self) -> None:
         """The next leader's turn; after the last one's, a stall later."""
         self._seek()
-        self._term, self._has_rejoined = self._term + 1, False
+        self._term += 1
         if self._term % self._electors == 0:
             self.state = MemberState.PAUSED
 
@@ -403,12 +395,25 @@ class MemberRound:
 
 async def join(
     ctx: Context,
-    stream: Stream,
+    leader: str,
+    open_line: Callable[[], Awaitable[Stream]],
     ready: Ready,
     codes: Sequence[bytes],
     on_exchange: Callable[[Exchange], None],
 ) -> None:
     """Take part until the position is decided (the caller cancels) or the leader is lost.
+
+    If a relay to the leader is lost, report once more through another: the leader may live, and a
+    promise to the next one would take this peer's vote from it. What is under way with the owners
+    of parts continues.
+
+    Args:
+        ctx: this peer's.
+        leader: its PeerID.
+        open_line: opens a stream to the leader.
+        ready: the report.
+        codes: one frame for each cell of the position.
+        on_exchange: takes the exchange of the leader's group.
 
     Raises:
         AttemptFailed: the leader died, fell silent, or broke the rules.
@@ -420,18 +425,22 @@ async def join(
         on_exchange(exchange)
         return exchange
 
-    await stream.send(tagged(READY, ready), timeout_s=ctx.settings.stall_s)
+    line = _Line(ctx, open_line, ready)
+    await line.open()
     upfront = begin_upfront(ctx, ready, codes)
     try:
-        async with beside(_send_alive(ctx, stream)), Seat(ctx, ready, stream.remote, begin) as seat:
-            async with beside(_send_reports(ctx, stream, seat)):
-                await _follow_orders(ctx, stream, seat)
+        async with Seat(ctx, ready, leader, begin) as seat:
+            try:
+                await line.hold(seat)
+            except RELAY_LOST:
+                await line.open()
+                await line.hold(seat)
     except MalformedRecord as error:
         raise AttemptFailed(f"invalid message from the leader: {error}") from error
     finally:
         if upfront is not None:
             await upfront.close()
-        await stream.close()
+        await line.close()
 
 
 def group_weight(ctx: Context, group: Group) -> float:
@@ -439,34 +448,73 @@ def group_weight(ctx: Context, group: Group) -> float:
     return next((m.weight for m in group.members if m.peer_id == ctx.me.peer_id), 0.0)
 
 
-async def _follow_orders(ctx: Context, stream: Stream, seat: Seat) -> None:
-    while True:
-        message = await stream.recv(timeout_s=ctx.settings.stall_s)
-        if message is None:
-            raise AttemptFailed("the leader ended the session before the position was decided")
-        if message[:1] == GROUP:
-            closed = Closed.decode(message[1:])
-            seat.take(closed, group_of(closed), passed=False)
-        elif message[:1] == REPAIR:
-            seat.order(Repair.decode(message[1:]))
-        elif message[:1] == GONE:
-            seat.order(Gone.decode(message[1:]))
+class _Line:
+    """A member's line to its leader: one stream, or another after a relay was lost."""
 
+    def __init__(
+        self, ctx: Context, open_stream: Callable[[], Awaitable[Stream]], ready: Ready
+    ) -> None:
+        self._ctx = ctx
+        self._open_stream = open_stream
+        self._ready = ready
+        self._stream: Stream | None = None
+        self._reported: list[PartDone] = []
 
-async def _send_reports(ctx: Context, stream: Stream, seat: Seat) -> None:
-    exchange = await seat.begun()
-    if seat.was_passed:
-        seated = Seated(group=exchange.digest)
-        await stream.send(tagged(SEATED, seated), timeout_s=ctx.settings.stall_s)
-    while True:
-        done = await exchange.reports.get()
-        await stream.send(tagged(PART_DONE, done), timeout_s=ctx.settings.stall_s)
+    async def open(self) -> None:
+        """Report to the leader on a new stream."""
+        await self.close()
+        self._stream = await self._open_stream()
+        with suppress(*RELAY_LOST):  # `hold` learns of it too
+            await self._send(READY, self._ready)
 
+    async def hold(self, seat: Seat) -> None:
+        """Follow the leader's orders, and report finished parts, until the line is lost."""
+        async with beside(self._send_alive(), self._send_reports(seat)):
+            await self._follow_orders(seat)
 
-async def _send_alive(ctx: Context, stream: Stream) -> None:
-    while True:
-        await asyncio.sleep(ctx.alive_s)
-        await stream.send(ALIVE, timeout_s=ctx.settings.stall_s)
+    async def close(self) -> None:
+        """Close the stream."""
+        stream, self._stream = self._stream, None
+        if stream is not None:
+            await stream.close()
+
+    @property
+    def _open(self) -> Stream:
+        if self._stream is None:
+            raise RuntimeError("expected an open line to the leader")
+        return self._stream
+
+    async def _send(self, kind: bytes, record: Ready | Seated | PartDone) -> None:
+        await self._open.send(tagged(kind, record), timeout_s=self._ctx.settings.stall_s)
+
+    async def _follow_orders(self, seat: Seat) -> None:
+        while True:
+            message = await self._open.recv(timeout_s=self._ctx.settings.stall_s)
+            if message is None:
+                raise AttemptFailed("the leader ended the session before the position was decided")
+            if message[:1] == GROUP:
+                closed = Closed.decode(message[1:])
+                seat.take(closed, group_of(closed), passed=False)
+            elif message[:1] == REPAIR:
+                seat.order(Repair.decode(message[1:]))
+            elif message[:1] == GONE:
+                seat.order(Gone.decode(message[1:]))
+
+    async def _send_reports(self, seat: Seat) -> None:
+        exchange = await seat.begun()
+        if seat.was_passed:
+            await self._send(SEATED, Seated(group=exchange.digest))
+        for done in self._reported:  # what a lost line carried may have been lost with it
+            await self._send(PART_DONE, done)
+        while True:
+            done = await exchange.reports.get()
+            self._reported.append(done)
+            await self._send(PART_DONE, done)
+
+    async def _send_alive(self) -> None:
+        while True:
+            await asyncio.sleep(self._ctx.alive_s)
+            await self._open.send(ALIVE, timeout_s=self._ctx.settings.stall_s)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -640,8 +688,7 @@ class Flight:
                 why=str(error), code=error.code, reason=error.message, key=failure_key(error)
             )
         except (AttemptFailed, TransportError) as error:
-            lost = isinstance(error, RelayedStreamLost)
-            failed = Failed(why=str(error), key=failure_key(error), is_relay_lost=lost)
+            failed = Failed(why=str(error), key=failure_key(error))
         else:
             return
         self.pending.failed = failed
@@ -652,17 +699,12 @@ class Flight:
     async def _join(self, leader: str, term: int) -> None:
         if self._ctx.conduct.is_out(leader):
             raise AttemptFailed("the leader is banned")
-        if leader == self._ctx.me.peer_id:  # no transport dials itself
-            stream = self._host.leading.line_to_myself()
-        else:
-            connect_s = CONNECT_STALLS * self._ctx.settings.stall_s
-            stream = await self._ctx.transport.open(leader, "round", timeout_s=connect_s)
-        self._stream = stream
-        self.pending.reported[term] = Reporting(leader=leader, since=self._ctx.now())
+        open_line = partial(self._open_line, leader, term)
         try:
             ready = self._ready(term)
             frames = self.pending.window.offer.frames
-            joining = join(self._ctx, stream, ready, frames, partial(self._joined, term))
+            joined = partial(self._joined, term)
+            joining = join(self._ctx, leader, open_line, ready, frames, joined)
             await race(joining, self._until_barred(leader), expected=(AttemptFailed,))
             if self._ctx.conduct.is_out(leader):
                 raise AttemptFailed("the leader is banned")
@@ -670,6 +712,16 @@ class Flight:
             self._stream = None
             if self.pending.exchange is not None:
                 await self.pending.exchange.close()
+
+    async def _open_line(self, leader: str, term: int) -> Stream:
+        if leader == self._ctx.me.peer_id:  # no transport dials itself
+            stream = self._host.leading.line_to_myself()
+        else:
+            connect_s = CONNECT_STALLS * self._ctx.settings.stall_s
+            stream = await self._ctx.transport.open(leader, "round", timeout_s=connect_s)
+        self._stream = stream
+        self.pending.reported[term] = Reporting(leader=leader, since=self._ctx.now())
+        return stream
 
     async def _until_barred(self, leader: str) -> None:
         """Wait until the leader is left out; a liar may keep its sessions alive for long."""

@@ -76,6 +76,10 @@ MAX_TERMS_AHEAD = 1 << 20
 # A leader that no quorum calls lets a position take so many times as long as the last one: its
 # callers may lie. They wait once themselves before they call, and then longer than the second time.
 CALLED_ALONE_ROUNDS = 2
+# A member that a relay has cut off reports again at once, through another relay: in half a second,
+# or a stall more if the relay gave no sign of its end. An owner that is repaired meanwhile waits as
+# long for its stream.
+RETURN_STALLS = 2
 LATE_STALLS = 2  # past the group's deadline: owners may finish at it, and their word takes a moment
 
 IsLive = Callable[[str], bool]
@@ -503,6 +507,8 @@ class PartState:
     is_fetched: bool = False
     """whether a fetch has begun"""
     fetch_ended: bool = False
+    order: Repair | None = None
+    """the last one by which it is reduced again"""
 
 
 class Parts:
@@ -529,6 +535,11 @@ class Parts:
     def digests(self) -> dict[int, bytes]:
         """The digests that owners have named, by part."""
         return {i: done.digest for i, done in self.done.items()}
+
+    @property
+    def orders(self) -> tuple[Repair, ...]:
+        """The orders by which parts are reduced again."""
+        return tuple(part.order for part in self._parts if part.order is not None)
 
     def note(self, remote: str, done: PartDone) -> None:
         """Take an owner's word on a part; that of another member counts for nothing."""
@@ -646,6 +657,7 @@ class Parts:
         part.due = view.now + OWNERS_SHARE * self._group.deadline_s
         part.generation += 1
         order = Repair(part=index, generation=part.generation, owner=owner, senders=tuple(alive))
+        part.order = order
         name = self._group.members[owner].peer_id
         return [RepairPart(order=order, owner=name, overdue=overdue)]
 
@@ -677,6 +689,9 @@ class RoundState(Enum):
 
 
 OVER = frozenset({RoundState.DECIDED, RoundState.FAILED})
+# A later term has been called if this leader's own acceptor has promised it. Those that report
+# here, the leader among them, are then waited for there, while this term lacks its leader's vote.
+WITHOUT_GROUP = frozenset({RoundState.CALLED, RoundState.FORMING})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -692,6 +707,8 @@ class LeaderView:
     """when that position came to be decided next"""
     last_s: float
     """how long the last position was next, of those decided by their first ballots"""
+    promised_term: int = 0
+    """the term below which the leader's own acceptor accepts nothing there"""
     held: frozenset[int] = frozenset()
     """parts whose named bytes are in hand"""
     coming: frozenset[int] = frozenset()
@@ -714,6 +731,8 @@ class Left:
     """A member's session ended."""
 
     peer: str
+    is_cut_off: bool = False
+    """whether a relay was lost: the member may report again through another"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -839,6 +858,16 @@ class TellGone:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Readmit:
+    """Bring the group to a member that has reported again, and what was ordered since."""
+
+    peer: str
+    orders: tuple[Repair, ...]
+    gone: tuple[int, ...]
+    """indices of members"""
+
+
+@dataclass(frozen=True, kw_only=True)
 class SendProposal:
     """Ask all electors for votes."""
 
@@ -893,6 +922,7 @@ Action = (
     AskPromises
     | CloseGroup
     | TellGone
+    | Readmit
     | Fetch
     | RepairPart
     | SendProposal
@@ -953,6 +983,9 @@ class Round:
         self._reports: dict[str, Ready] = {}
         self._gone: set[str] = set()
         self._told_gone: set[str] = set()
+        self._cut_off: dict[str, float | None] = {}
+        """members that may return: until when, None before the next look at the clock"""
+        self._returned: set[str] = set()
         self._electorate: tuple[Elector, ...] | None = None
         self._proposer: Proposer | None = None
         self._wanted_since = view.now
@@ -1010,9 +1043,11 @@ class Round:
         """
         match event:
             case Reported():
-                self._take_report(event)
-            case Unreachable():
+                return self._take_report(event)
+            case Unreachable() if event.peer not in self._cut_off:
                 self._gone.add(event.peer)
+            case Left() if event.is_cut_off and self._may_return(event.peer):
+                self._cut_off.setdefault(event.peer, None)
             case Left():
                 return self._take_end(event.peer)
             case Probed():
@@ -1042,8 +1077,10 @@ class Round:
                 pass  # late: of an earlier question, or of a group that is not there yet
         return []
 
-    def _take_report(self, event: Reported) -> None:
+    def _take_report(self, event: Reported) -> list[Action]:
         if self.group is not None:
+            if self._may_return(event.peer) and event.ready.repeats(self._reports[event.peer]):
+                return self._readmit(event.peer)
             if event.peer not in {member.peer_id for member in self.group.members}:
                 self.left_out.setdefault(event.peer, "came after the group was closed")
             raise Refused(
@@ -1053,6 +1090,31 @@ class Round:
             )
         self._reports[event.peer] = event.ready
         self._gone.discard(event.peer)
+        return []
+
+    def _may_return(self, peer: str) -> bool:
+        """Return whether a member may report again: once, as it may have no reason."""
+        is_member = self.group is not None and any(m.peer_id == peer for m in self.group.members)
+        return is_member and self.is_live(peer) and peer not in self._returned
+
+    def _readmit(self, peer: str) -> list[Action]:
+        group, parts = self._closed()
+        self._returned.add(peer)
+        self._cut_off.pop(peer, None)
+        gone = tuple(i for i, m in enumerate(group.members) if m.peer_id in self._told_gone)
+        return [Readmit(peer=peer, orders=parts.orders, gone=gone)]
+
+    def _end_absences(self, now: float) -> list[Action]:
+        """Count members that did not return as gone."""
+        actions: list[Action] = []
+        for peer, until in list(self._cut_off.items()):
+            if until is None:
+                group, _ = self._closed()
+                self._cut_off[peer] = now + RETURN_STALLS * group.stall_s
+            elif now >= until:
+                del self._cut_off[peer]
+                actions += self._take_end(peer)
+        return actions
 
     def _take_end(self, peer: str) -> list[Action]:
         """Owners stop waiting for streams that the member has not opened."""
@@ -1085,6 +1147,10 @@ class Round:
         Raises:
             Refused: the term is not this process's to lead, now that its turn has come.
         """
+        if gone := self._end_absences(view.now):
+            return gone
+        if self.state in WITHOUT_GROUP and view.promised_term > self.term:
+            return self._fail(f"term {view.promised_term} is under way")
         match self.state:
             case RoundState.CALLED:
                 return self._wait_for_call(view)

@@ -86,6 +86,7 @@ def test_a_member_that_ends_leaves_its_leader(monkeypatch):
 def test_a_leader_refuses_reports_once_its_group_is_closed(monkeypatch):
     def take(self, event):
         self._reports[event.peer] = event.ready
+        return []
 
     monkeypatch.setattr(Round, "_take_report", take)
     expect_broken("closed without it", processes=3, ticks=2, polls=0)

@@ -13,7 +13,9 @@ from atoll.optim.log.entry import Certificate, Entry, Vote, sha256
 from atoll.peer.rounds.conduct import MAX_FAULTS, Fault
 from atoll.peer.rounds.consensus.leader import LEAVE_STALLS, Leadership, Leading
 from atoll.peer.rounds.consensus.round import (
+    RETURN_STALLS,
     CloseGroup,
+    Fail,
     FetchEnded,
     LeaderView,
     Leads,
@@ -22,11 +24,14 @@ from atoll.peer.rounds.consensus.round import (
     Parts,
     Place,
     Probed,
+    RepairPart,
     Reported,
     Round,
     RoundState,
     Rules,
     SendProposal,
+    TellGone,
+    Unreachable,
     leader_of,
 )
 from atoll.peer.rounds.messages import (
@@ -137,6 +142,20 @@ def test_a_later_term_waits_until_it_is_called_for():
     assert one.advance(view(0.5)) == []
 
 
+@pytest.mark.parametrize("term", [0, 1])
+def test_a_term_without_a_group_ends_for_a_later_one(term):
+    """Its leader waited for a quorum as a leader, and was waited for as a member: half a minute."""
+    one, _ = begun(term)
+    assert one.advance(view(0.5, promised_term=term)) == []
+    (fail,) = one.advance(view(0.5, promised_term=2))
+    assert fail == Fail(why="term 2 is under way")
+
+
+def test_a_term_with_a_group_goes_on_to_its_votes():
+    one, _ = closed({"p0": 1.0, "p1": 1.0})
+    assert not any(isinstance(a, Fail) for a in one.advance(view(0.5, promised_term=2)))
+
+
 def test_a_report_after_the_group_was_closed_is_refused():
     one, _ = closed({"p0": 1.0})
     with pytest.raises(Refused) as refusal:
@@ -155,6 +174,45 @@ def test_a_member_that_reports_anew_is_there_again():
     ):
         one.receive(event)
     assert one.live == ["p0"]
+
+
+def cut_off(one, peer="p1"):
+    one.receive(Left(peer=peer, is_cut_off=True))
+    return one.advance(view(0.0))
+
+
+def test_a_member_that_a_relay_cut_off_returns_to_its_group():
+    one, _ = closed({"p0": 1.0, "p1": 1.0})
+    one.receive(Left(peer="p0"))
+    assert any(isinstance(action, RepairPart) for action in cut_off(one))
+    one.receive(Unreachable(peer="p1"))  # the order of the repair found no session
+    assert one.live == ["p1"]
+    (readmit,) = one.receive(Reported(peer="p1", ready=ready("p1")))
+    assert (readmit.peer, readmit.gone) == ("p1", (0,))
+    assert [(order.part, order.owner, order.senders) for order in readmit.orders] == [(0, 1, (1,))]
+    assert not any(isinstance(action, TellGone) for action in one.advance(view(99.0)))
+    assert one.live == ["p1"]
+
+
+def test_a_member_that_does_not_return_is_gone_after_two_stalls():
+    one, _ = closed({"p0": 1.0, "p1": 1.0})
+    assert cut_off(one) == []
+    assert one.advance(view(RETURN_STALLS * 1.0 - 0.1)) == []
+    assert one.advance(view(RETURN_STALLS * 1.0)) == [TellGone(member=1)]
+    with pytest.raises(Refused):
+        one.receive(Reported(peer="p1", ready=ready("p1")))
+
+
+def test_a_member_returns_once_and_with_the_same_report():
+    """Each return has the leader send the group again, and waits for another."""
+    one, _ = closed({"p0": 1.0, "p1": 1.0})
+    cut_off(one)
+    with pytest.raises(Refused):
+        one.receive(Reported(peer="p1", ready=ready("p1", weight=2.0)))
+    one.receive(Reported(peer="p1", ready=ready("p1")))
+    with pytest.raises(Refused):
+        one.receive(Reported(peer="p1", ready=ready("p1")))
+    assert one.receive(Left(peer="p1", is_cut_off=True)) == [TellGone(member=1)]
 
 
 LIES = {

@@ -88,7 +88,6 @@ class MemberModel:
                 for code in CODES:
                     failed = world._replace(failures=world.failures + 1, session=None)
                     yield self._look(self._feed(failed, Failed(why="", code=code)))
-                yield self._look(self._feed(failed, Failed(why="", is_relay_lost=True)))
         wake_at = self.member(world).wake_at
         if wake_at is not None:
             yield self._look(world._replace(now=wake_at))
@@ -240,24 +239,6 @@ def test_a_wrong_early_leader_that_fails_at_the_turn_costs_no_term():
     assert actions == [Leave()]
     (join,) = (a for a in member.advance(view(position, after)) if isinstance(a, Join))
     assert (join.leader, join.term) == (leader_of(after, position, 0).peer_id, 0)
-
-
-def test_a_leader_whose_relay_was_lost_is_joined_once_more_in_its_term():
-    """A promise to the next term's leader would take a vote from this one."""
-
-    def view(now):
-        return MemberView(now=now, place=PLACE, electorate=ELECTORATES[0], term=0)
-
-    member = MemberRound(PLACE, stall_s=STALL_S)
-    member.advance(view(0.0))
-    terms = []
-    for _ in range(3):
-        member.receive(Failed(why="the relay died", is_relay_lost=True))
-        actions = member.advance(view(0.0))
-        while not (joins := [a for a in actions if isinstance(a, Join)]):
-            actions = member.advance(view(0.0))
-        terms += [join.term for join in joins]
-    assert terms == [0, 1, 1]
 
 
 def joined(member, **view):

@@ -6,9 +6,11 @@ import pytest
 
 from atoll.dht.refusals import RefusalCode
 from atoll.dht.transport import Refused, TransportError
+from atoll.optim.log.electorate import succeed
 from atoll.optim.log.entry import (
     Certificate,
     Entry,
+    StateRoot,
     Vote,
     check_certificate,
     commit_payload,
@@ -32,7 +34,6 @@ from atoll.peer.rounds.messages import (
     Ballot,
     JustifiedPropose,
     deflated,
-    reports_root,
 )
 from support.swarm import reached, run_swarm
 
@@ -269,6 +270,34 @@ def test_a_proposal_without_promises_gets_no_vote(tmp_path, monkeypatch):
     run(tmp_path, scenario)
 
 
+def null_entry(ctx, position, last):
+    """Return the NULL entry that anybody may propose next, made of the last entry."""
+    fragment, root = ctx.replay.fragment_at(position), ctx.replica.root_due(position)
+    voters = succeed(
+        ctx.replica.voters,
+        position=position,
+        fragment=fragment,
+        members=(),
+        parts=(),
+        dropped=frozenset(),
+        electors="keepers",
+    )
+    changes = {
+        "kind": "null",
+        "position": position,
+        "previous_chain": ctx.replica.chain,
+        "fragment": fragment,
+        "members": (),
+        "parts": (),
+        "reports": b"",
+        "electorate": voters.electorate,
+        "newcomers": voters.newcomers,
+        "norms": voters.norms,
+        "state_root": StateRoot(position=root[0], root=root[1]) if root else None,
+    }
+    return last.model_copy(update=changes)
+
+
 def test_a_promise_with_a_lock_that_nobody_voted_for_counts_for_nothing(tmp_path, monkeypatch):
     """Leaders that took its entry would propose what no honest keeper votes for."""
 
@@ -282,10 +311,7 @@ def test_a_promise_with_a_lock_that_nobody_voted_for_counts_for_nothing(tmp_path
         def lying(voter, ask, locked):
             if voter._ctx.me != liar.ctx.me or ask.attempt == 0:
                 return promise(voter, ask, locked)
-            replica = voter._ctx.replica
-            last, _ = entries(liar)[-1]
-            place = {"position": ask.position, "previous_chain": replica.chain}
-            entry = last.model_copy(update=place | {"reports": reports_root(())})
+            entry = null_entry(voter._ctx, ask.position, entries(liar)[-1][0])
             lock = Lock(attempt=ask.attempt - 1, votes=())
             lies.append(ask.attempt)
             forged = Accepted(attempt=lock.attempt, entry=entry.encode(), lock=lock)
@@ -295,12 +321,19 @@ def test_a_promise_with_a_lock_that_nobody_voted_for_counts_for_nothing(tmp_path
             leader = leader_of(honest[0].replica.electorate, at, 0)
             return not (method == "propose" and src == leader.peer_id and not lies)
 
+        blamed = []
+
+        def blame(peer, why, now):
+            blamed.append(peer)
+
+        for peer in honest:
+            monkeypatch.setattr(peer.ctx.conduct, "fault", blame)
         monkeypatch.setattr(Voter, "_locked_promise", lying)
         swarm.network.on_message = lost
         await swarm.until(lambda: bool(lies), timeout_s=600)
         await swarm.until(lambda: reached([*honest, *trainers], at + 3), timeout_s=600)
         expect_one_log([*honest, *trainers])
-        assert not any("proposal" in text for peer in honest for text in peer.events)
+        assert set(blamed) <= {liar.identity.peer_id}, "a leader proposed the entry of the lie"
 
     run(tmp_path, scenario)
 

@@ -411,6 +411,7 @@ def _resume(
         if 0 not in store.snapshot_positions():
             first = first if first is not None else _same_genesis(genesis, root)
             store.save_snapshot(first, chain)
+        first = None  # `resume` loads it again, with all its leaves checked
         module = Module(
             run_id=identifier,
             method=spec.method(),

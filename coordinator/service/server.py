@@ -80,6 +80,7 @@ from atoll.optim.log.entry import genesis_chain
 from atoll.optim.log.mending import Damage, mend
 from atoll.optim.log.replica import DISK_ERRORS, WHOLE, LiveReplica, Module, Replica, ReplicaView
 from atoll.optim.log.store import LOG_FILE, LogStore
+from atoll.optim.state import vectors
 from atoll.optim.state.outer_state import DIGEST_BYTES, OuterState
 
 log = logging.getLogger(__name__)
@@ -428,6 +429,7 @@ def _resume(
             is_ledger=True,
         )
         replica.resume()
+        vectors.release()  # what making the first state left; a ledger needs no vector again
     except BaseException:
         store.close()
         raise

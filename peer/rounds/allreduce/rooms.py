@@ -95,7 +95,7 @@ class Rooms:
     def _bytes_of(self, part: int) -> PartBytes:
         with self._lock:
             if self._body is None:
-                self._body = memoryview(np.empty(self._starts[-1], dtype=np.uint8))
+                self._body = vectors.buffer(self._starts[-1])
         return PartBytes(self._body[self._starts[part] : self._starts[part + 1]])
 
 

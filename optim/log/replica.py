@@ -1303,7 +1303,6 @@ class LiveReplica(ReplicaView):
             LogError: the entry does not follow, or its certificate or its body is invalid.
             UpdateError: the body does not decode.
         """
-
         if entry.epoch == self.epoch and entry.position < self.position:
             return False
 

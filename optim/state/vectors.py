@@ -88,7 +88,9 @@ def _keep(memory: np.ndarray) -> None:
 
 
 def release() -> None:
-    """Give what waits to be used again back to the system."""
+    """Give what waits to be used again back to the system, and bound it anew from here on."""
+    global _longest
+    _longest = 0
     for kept in list(_spare.values()):
         kept.clear()
 

@@ -170,7 +170,7 @@ def first_frames(factors: Factors, start_cell: int, stop_cell: int) -> list[byte
     return [factors.first(index) for index in range(start_cell, stop_cell)]
 
 
-def answers(factors: Factors, start_cell: int, p_frames: Sequence[bytes]) -> list[bytes]:
+def answers(factors: Factors, start_cell: int, p_frames: Sequence[Bytes]) -> list[bytes]:
     """Return a member's answers to frames of P, from the cell `start_cell` on."""
     return [factors.second(index, frame) for index, frame in enumerate(p_frames, start_cell)]
 

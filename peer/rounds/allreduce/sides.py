@@ -199,7 +199,7 @@ class ExchangeState:
         )
         return frames
 
-    async def answers(self, part: int, first: int, p_frames: Sequence[bytes]) -> list[bytes]:
+    async def answers(self, part: int, first: int, p_frames: Sequence[Bytes]) -> list[bytes]:
         """Return this peer's frames of Q for frames of P, from the part's cell `first` on."""
         start_cell = self.group.parts[part].start_cell + first
         frames: list[bytes] = await self.ctx.compute(answers, self.factors, start_cell, p_frames)

@@ -42,6 +42,7 @@ from atoll.optim.log.evidence import Evidence
 from atoll.optim.log.mending import Damage
 from atoll.optim.log.replica import DISK_ERRORS, LiveReplica, NotNext
 from atoll.optim.log.store import StoreHead
+from atoll.optim.reduction.cells import Bytes
 
 TICK_S = 0.5  # a new epoch opens at most this long after it is due
 DISK_PAUSE_S = 15.0  # a body that could not be stored is not requested again sooner
@@ -235,7 +236,7 @@ class Coordinator:
         except LogError as error:
             raise Refusal(RefusalStatus.INVALID_ARGUMENT, str(error)) from None
 
-    async def accept(self, claim: Claim, body: bytearray, source: str) -> bool:
+    async def accept(self, claim: Claim, body: Bytes, source: str) -> bool:
         """Accept an entry with its body; False if another peer was quicker. Raises Refusal."""
         electorate = self.replica.electorate
         try:

@@ -127,7 +127,7 @@ class Rounds:
         parts = [owner.decoded_N]
         for part in self.parts[1:]:
             theirs = reduced(part, frames)
-            messages, done = batches(theirs.frames, PIECE_BYTES), theirs.done(0, 0)[1]
+            messages, done = list(batches(theirs.frames, PIECE_BYTES)), theirs.done(0, 0)[1]
             with stage("receiver: the other parts"):
                 parts.append(received(part, messages, done, len(frames)))
         update = joined(parts)  # in a run they already lie so, or are sparse: 2 ms

@@ -80,6 +80,7 @@ from atoll.optim.log.entry import genesis_chain
 from atoll.optim.log.mending import Damage, mend
 from atoll.optim.log.replica import DISK_ERRORS, WHOLE, LiveReplica, Module, Replica, ReplicaView
 from atoll.optim.log.store import LOG_FILE, LogStore
+from atoll.optim.state import vectors
 from atoll.optim.state.outer_state import DIGEST_BYTES, OuterState
 
 log = logging.getLogger(__name__)
@@ -410,6 +411,7 @@ def _resume(
         if 0 not in store.snapshot_positions():
             first = first if first is not None else _same_genesis(genesis, root)
             store.save_snapshot(first, chain)
+        first = None  # `resume` loads it again, with all its leaves checked
         module = Module(
             run_id=identifier,
             method=spec.method(),
@@ -426,6 +428,7 @@ def _resume(
             is_ledger=True,
         )
         replica.resume()
+        vectors.release()  # what making the first state left; a ledger needs no vector again
     except BaseException:
         store.close()
         raise

@@ -42,6 +42,7 @@ from atoll.coordinator.service.places import CallPlaces
 from atoll.coordinator.service.watching import PortsWatch
 from atoll.optim.log.entry import Claim, Entry
 from atoll.optim.log.store import LogStore, NotStored, SnapshotInfo, StoreHead
+from atoll.optim.state import vectors
 from atoll.optim.state.outer_state import LEAF_BYTES
 
 log = logging.getLogger(__name__)
@@ -252,8 +253,12 @@ class Service:
         if claim is not None:
             with self._slot(claim.entry):
                 yield pb.PublishReply(send_body=True, head=_head(self._run.head()))
-                body = await _receive(parts, claim.entry.body_bytes)
-                accepted = await self._run.accept(claim, body, first.header.auth.peer_id)
+                # Under no name here: this generator stays until its last reply is fetched.
+                accepted = await self._run.accept(
+                    claim,
+                    await _receive(parts, claim.entry.body_bytes),
+                    first.header.auth.peer_id,
+                )
         yield pb.PublishReply(accepted=accepted, head=_head(self._run.head()))
 
     async def _claim(self, header: pb.PublishHeader) -> Claim | None:
@@ -417,17 +422,18 @@ async def _dial_back(host: str, port: int, nonce: bytes) -> bool:
             writer.transport.abort()
 
 
-async def _receive(parts: AsyncIterator[pb.PublishRequest], size: int) -> bytearray:
-    body = bytearray()
-    while len(body) < size:
+async def _receive(parts: AsyncIterator[pb.PublishRequest], size: int) -> memoryview:
+    body, came = vectors.buffer(size), 0
+    while came < size:
         part = await _next(parts)
         if part is None or part.WhichOneof("part") != "chunk" or not part.chunk:
-            raise Refusal(RefusalStatus.INVALID_ARGUMENT, f"expected {size} bytes, got {len(body)}")
-        body += part.chunk
-    if len(body) != size:
-        raise Refusal(
-            RefusalStatus.INVALID_ARGUMENT, f"expected {size} bytes, got {len(body)} or more"
-        )
+            raise Refusal(RefusalStatus.INVALID_ARGUMENT, f"expected {size} bytes, got {came}")
+        stop = came + len(part.chunk)
+        if stop > size:
+            raise Refusal(
+                RefusalStatus.INVALID_ARGUMENT, f"expected {size} bytes, got {stop} or more"
+            )
+        body[came:stop], came = part.chunk, stop
     return body
 
 

@@ -1303,6 +1303,8 @@ class LiveReplica(ReplicaView):
             LogError: the entry does not follow, or its certificate or its body is invalid.
             UpdateError: the body does not decode.
         """
+        if entry.epoch == self.epoch and entry.position < self.position:
+            return False
 
         def work() -> Update | None:
             return self.core.accept(self.core.check(entry, certificate), body, update_F)
@@ -1452,6 +1454,10 @@ class LiveReplica(ReplicaView):
         except asyncio.CancelledError:
             task.add_done_callback(_report_unforeseen)  # nobody awaits it any more
             raise
+        finally:
+            # An error names this frame, which names the task, which has the error: its callers'
+            # frames, with an update and a body, would stay until the garbage collector runs.
+            del task
 
     async def _hold(self, work: Callable[[], T], then: Callable[[T], None], is_move: bool) -> T:
         async with self._lock:

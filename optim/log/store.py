@@ -521,12 +521,25 @@ class LogStore:
         """Return the body of an entry. Raises NotStored."""
         return b"".join(self.body_chunks(position))
 
-    def body_chunks(self, position: int) -> Iterator[bytes]:
-        """Yield the body in pieces of at most 1 MiB; take a lease to keep it. Raises NotStored."""
+    def body_part(self, position: int, start: int, stop: int) -> bytes:
+        """Return the bytes [start, stop) of a body. Raises NotStored."""
+        before = start // CHUNK_BYTES
+        chunks = self.body_chunks(position, before, -(-stop // CHUNK_BYTES))
+        at = start - before * CHUNK_BYTES
+        return b"".join(chunks)[at : at + stop - start]
+
+    def body_chunks(
+        self, position: int, first: int = 0, stop: int | None = None
+    ) -> Iterator[bytes]:
+        """Yield the body in pieces of at most 1 MiB, those from `first` up to `stop`.
+
+        Take a lease to keep it. Raises NotStored.
+        """
         record = self.get(position)
         if record is None or not record.has_body:
             raise NotStored(f"the body of entry {position} is not here: ask another peer")
-        for part in range(-(-record.body_bytes // CHUNK_BYTES)):
+        num_chunks = -(-record.body_bytes // CHUNK_BYTES)
+        for part in range(first, num_chunks if stop is None else min(stop, num_chunks)):
             query = "SELECT data FROM bodies WHERE position = ? AND part = ?"
             with self._lock:
                 row = self._one(query, position, part)

@@ -565,12 +565,16 @@ class Cells:
         Each update is good until the next one is taken.
         """
         frames = self._frames_of(body, members, 0, len(self))
-        for run, _ in self.runs(0, len(self)):
+        runs = [run for run, _ in self.runs(0, len(self))]
+        numels = [self._within(run, run.start).stop for run in runs]
+        out = None if self.scatters else vectors.empty(max(numels))
+        for run, numel in zip(runs, numels, strict=True):
+            of_run = None if out is None else out[:numel]
             try:
                 yield (
                     run.start,
                     run.stop,
-                    self.decode_update(run.start, frames[run.start : run.stop]),
+                    self.decode_update(run.start, frames[run.start : run.stop], of_run),
                 )
             except CodecError as error:
                 raise self._refusal(run.start, frames[run.start : run.stop]) from error
@@ -588,15 +592,18 @@ class Cells:
             raise UpdateError(f"expected {stop - start} chunks, got {len(frames)}")
         return frames
 
-    def decode_update(self, first: int, frames: Sequence[Bytes]) -> Update:
-        """Decode the reduced frames of the cells from `first` on.
+    def decode_update(
+        self, first: int, frames: Sequence[Bytes], out: Tensor | None = None
+    ) -> Update:
+        """Decode the reduced frames of the cells from `first` on, to `out` if they are dense.
 
         Raises:
             CodecError: when one is none of its cell.
         """
         if self.scatters:
             return self.decode_scattered(first, frames)
-        out = vectors.empty(self._within(range(first, first + len(frames)), first).stop)
+        if out is None:
+            out = vectors.empty(self._within(range(first, first + len(frames)), first).stop)
         self.decode_reduced_all(first, frames, out)
         return out
 

@@ -11,6 +11,7 @@ goes back to the system, the length that was not asked for longest first.
 
 from __future__ import annotations
 
+import mmap
 import weakref
 from collections import deque
 from collections.abc import Sequence
@@ -43,6 +44,17 @@ def empty(numel: int) -> Tensor:
     return torch.from_numpy(lease)
 
 
+def buffer(num_bytes: int) -> memoryview:
+    """Return bytes that go back to the system with the last view of them.
+
+    The heap keeps what a body left: bodies of some megabytes lie between smaller things there.
+    Pages that nobody writes to take no memory.
+    """
+    if num_bytes < 4 * LONG:
+        return memoryview(bytearray(num_bytes))
+    return memoryview(mmap.mmap(-1, num_bytes))
+
+
 def cat(parts: Sequence[Tensor]) -> Tensor:
     """Concatenate vectors to a new one."""
     return torch.cat(list(parts), out=empty(sum(part.numel() for part in parts)))
@@ -73,6 +85,14 @@ def _keep(memory: np.ndarray) -> None:
             except (KeyError, IndexError):
                 break
             excess -= 4 * length
+
+
+def release() -> None:
+    """Give what waits to be used again back to the system, and bound it anew from here on."""
+    global _longest
+    _longest = 0
+    for kept in list(_spare.values()):
+        kept.clear()
 
 
 def spare_bytes() -> int:

@@ -39,6 +39,7 @@ from atoll.optim.log.entry import (
 from atoll.optim.log.mending import mend
 from atoll.optim.log.replica import LiveReplica, Module, Recovered, RecoveryError, Replay, Replica
 from atoll.optim.log.store import KEPT_SNAPSHOTS, LogStore, NotStored, StoreHead
+from atoll.optim.reduction.cells import Bytes
 from atoll.optim.reduction.robust import rule_of
 from atoll.optim.state.outer_state import OuterState, StateError
 from atoll.peer.daemon.loop_thread import LoopThread
@@ -343,7 +344,7 @@ class Publisher:
         self._publishing = False
         self._reported_pruned = False
 
-    def on_led(self, entry: Entry, certificate: Certificate, body: bytes) -> None:
+    def on_led(self, entry: Entry, certificate: Certificate, body: Bytes) -> None:
         """Send an entry that this peer proposed, at once."""
         self._env.tasks.spawn(
             self._publish, entry.epoch, entry.position, entry.encode(), certificate.encode(), body
@@ -410,7 +411,7 @@ class Publisher:
         return await self._publish(record.epoch, position, record.entry, record.certificate, body)
 
     async def _publish(
-        self, epoch: int, position: int, entry: bytes, certificate: bytes, body: bytes
+        self, epoch: int, position: int, entry: bytes, certificate: bytes, body: Bytes
     ) -> bool:
         try:
             published = await self._env.client.publish(

@@ -21,7 +21,7 @@ from atoll.optim.inprocess.rounds import SHAPES, Reduction
 from atoll.optim.log.replica import cells_of, residual_of
 from atoll.optim.methods.base import Method
 from atoll.optim.reducer import Contribution
-from atoll.optim.reduction.cells import pack
+from atoll.optim.reduction.cells import Bytes, pack
 from atoll.optim.state.layout import Fragment, Layout, decode_pieces, encode_pieces
 from atoll.optim.state.outer_state import OuterState
 from atoll.optim.state.updates import Update
@@ -121,7 +121,7 @@ def _owner_s(part: PartRange, frames: Sequence[Sequence[bytes]]) -> float:
 
 def _receiver_s(part: PartRange, frames: Sequence[Sequence[bytes]]) -> float:
     owner = reduced(part, frames)
-    messages, (_, done) = batches(owner.frames, PIECE_BYTES), owner.done(0, 0)
+    messages, (_, done) = list(batches(owner.frames, PIECE_BYTES)), owner.done(0, 0)
     members = len(frames)
     return _value_s(part.cells.fragment, lambda: received(part, messages, done, members))
 
@@ -131,7 +131,7 @@ def reduced(part: PartRange, frames: Sequence[Sequence[bytes]]) -> PartReducer:
     share = Share(weight=WEIGHT, clip=1.0, norm=math.inf)
     owner = PartReducer(part=part, shares={member: share for member in range(len(frames))})
     cells = slice(part.start_cell, part.stop_cell)
-    messages = [batches([pack(frame) for frame in sent[cells]], PIECE_BYTES) for sent in frames]
+    messages = [batches(map(pack, sent[cells]), PIECE_BYTES) for sent in frames]
     for turn in zip(*messages, strict=True):
         for member, message in enumerate(turn):
             owner.add_all(member, memoryview(message))
@@ -139,7 +139,7 @@ def reduced(part: PartRange, frames: Sequence[Sequence[bytes]]) -> PartReducer:
     return owner
 
 
-def received(part: PartRange, messages: Iterable[bytes], done: PartDone, members: int) -> Update:
+def received(part: PartRange, messages: Iterable[Bytes], done: PartDone, members: int) -> Update:
     """Return the update that a member decodes from a part's messages."""
     receiver = PartReceiver(part=part, members=members)
     for message in messages:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Hashable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple, Protocol
 
 from atoll.coordinator.run.levels import Level
@@ -25,6 +26,7 @@ from atoll.optim.log.entry import (
 )
 from atoll.optim.log.evidence import Evidence, EvidenceBook
 from atoll.optim.log.replica import Compute, LiveReplica, Replay
+from atoll.optim.reduction.cells import Bytes
 from atoll.optim.reduction.robust import Rule
 from atoll.optim.state.updates import Update
 from atoll.peer.rounds.conduct import Conduct, Fault
@@ -208,31 +210,52 @@ class Decoded(NamedTuple):
 class HeldPart:
     """A part's bytes, and its values if they were decoded as they came."""
 
-    body: bytes
+    body: Bytes
     decoded: tuple[Decoded, ...] = ()
     """as each of the parts that have these bytes"""
 
 
+class Stored(NamedTuple):
+    """Where the log has a part: bytes of the body of an entry."""
+
+    position: int
+    start: int
+    stop: int
+
+
 class Holdings:
-    """Reduced parts of the positions in flight, and of the one that was decided last.
+    """Reduced parts of the positions in flight.
 
     Parts are held by position and digest, because equal bytes at two positions may decode to
-    different values. The bytes of the last decided position stay for peers that its commit has not
-    reached yet; older ones are in the log.
+    different values. Those of the last entry are served from the log to peers that its commit has
+    not reached yet.
     """
 
     def __init__(self) -> None:
         self._parts: dict[int, dict[bytes, HeldPart]] = {}
+        self._stored: dict[bytes, Stored] = {}
         self.arriving: dict[int, Arriving] = {}
         """by position: the reduction that may still bring its parts"""
         self._reports: OrderedDict[bytes, tuple[int, Reports]] = OrderedDict()
         """positions and reports, by digest"""
         self._groups: OrderedDict[bytes, Group] = OrderedDict()
 
+    def note_stored(self, entry: Entry) -> None:
+        """Note that an entry and its body are in the log now."""
+        ends = itertools.pairwise([0, *itertools.accumulate(p.wire_bytes for p in entry.parts)])
+        self._stored = {
+            part.digest: Stored(entry.position, *within)
+            for part, within in zip(entry.parts, ends, strict=True)
+        }
+
+    def stored(self, digest: bytes) -> Stored | None:
+        """Return where a part of the entry that was stored last is in the log."""
+        return self._stored.get(digest)
+
     def put(
-        self, position: int, digest: bytes, body: bytes, decoded: Decoded | None = None
+        self, position: int, digest: bytes, body: Bytes, decoded: Decoded | None = None
     ) -> None:
-        """Keep a part until the position after its own is decided."""
+        """Keep a part until its position is decided."""
         at = self._parts.setdefault(position, {})
         before = at[digest].decoded if digest in at else ()
         if decoded is not None:
@@ -261,7 +284,13 @@ class Holdings:
         """Return the reports of a group that began here."""
         return self._reports.get(root, (0, None))[1] if root else ()
 
-    def body(self, digest: bytes) -> bytes | None:
+    def lay(self, position: int, digest: bytes, body: Bytes) -> None:
+        """Hold a part's bytes where they lie in the body of its entry, and not beside that."""
+        at = self._parts.get(position, {})
+        if digest in at:
+            at[digest] = replace(at[digest], body=body)
+
+    def body(self, digest: bytes) -> Bytes | None:
         """Return the bytes of a part of any position."""
         for at in self._parts.values():
             if digest in at:
@@ -279,13 +308,21 @@ class Holdings:
         decoded = held.decoded if held is not None else ()
         return next((values for *found, values in decoded if tuple(found) == cells), None)
 
+    def begin(self, position: int, reduction: Arriving) -> None:
+        """Note a reduction that may still bring parts of a position.
+
+        The values of an earlier one there are dropped: they keep its whole vector, and are decoded
+        again if its parts are decided after all.
+        """
+        self.arriving[position] = reduction
+        at = self._parts.get(position, {})
+        for digest, held in at.items():
+            at[digest] = HeldPart(body=held.body)
+
     def decided_up_to(self, position: int) -> None:
-        """Keep parts and groups from `position` on, and the bytes of the entry before it."""
-        for decided in [p for p in self._parts if p < position - 1]:
+        """Keep parts and groups from `position` on."""
+        for decided in [p for p in self._parts if p < position]:
             del self._parts[decided]
-        last = self._parts.get(position - 1, {})
-        for digest, held in last.items():
-            last[digest] = HeldPart(body=held.body)
         for root in [r for r, (at, _) in self._reports.items() if at < position]:
             del self._reports[root]
         for name in [n for n, group in self._groups.items() if group.position < position]:
@@ -478,7 +515,8 @@ class Context(PeerContext):
         return self.replica.voters.norm(self.replay.fragment_at(position))
 
     def note_parts(self, entry: Entry) -> None:
-        """An entry was applied."""
+        """An entry was applied, and is in the log."""
+        self.parts.note_stored(entry)
         if entry.kind == "update":
             self.last_parts.pop(entry.fragment, None)
             if not is_large(len(entry.members)):

@@ -35,6 +35,7 @@ from atoll.optim.log.entry import (
 )
 from atoll.optim.log.evidence import Evidence, double_votes
 from atoll.optim.log.replica import Applied
+from atoll.optim.reduction.cells import Bytes
 from atoll.optim.state.updates import Update
 from atoll.peer.rounds.allreduce.eager import EagerCodes, EagerSlot, furthest_upfront, not_upfront
 from atoll.peer.rounds.allreduce.exchange import Exchange, HeldStream, check_upfront
@@ -301,7 +302,7 @@ class Rounds:
             self._stats.phase = phase
             self._on_phase(phase, self._ctx.replica.position)
 
-    async def _commit(self, entry: Entry, certificate: Certificate, body: bytes) -> None:
+    async def _commit(self, entry: Entry, certificate: Certificate, body: Bytes) -> None:
         since = self._ctx.now()
         update_N = await self.voter.update(entry)
         await self._ctx.replica.accept(entry, certificate, body, update_N, since=since)

@@ -27,6 +27,7 @@ from atoll.dht.transport import (
 )
 from atoll.optim.log.entry import MalformedRecord, Record, sha256
 from atoll.optim.log.store import NotStored, SnapshotFile, StoreCorrupt
+from atoll.optim.reduction.cells import Bytes
 from atoll.optim.state.outer_state import DIGEST_BYTES
 from atoll.peer.rounds.conduct import guarded_stream
 from atoll.peer.rounds.context import Context, RoundSettings
@@ -75,7 +76,7 @@ class Asking(Protocol):
         ...
 
 
-async def fetch_part(ctx: Context, peers: Iterable[str], digest: bytes, wire_bytes: int) -> bytes:
+async def fetch_part(ctx: Context, peers: Iterable[str], digest: bytes, wire_bytes: int) -> Bytes:
     """Fetch a reduced part of the position in progress from the first peer that has it.
 
     They are asked one after the other. One that sends nothing for half a stall may be gone: the
@@ -86,7 +87,7 @@ async def fetch_part(ctx: Context, peers: Iterable[str], digest: bytes, wire_byt
     """
     request = PartRequest(digest=digest, wire_bytes=wire_bytes)
     waiting = deque(peer for peer in dict.fromkeys(peers) if peer != ctx.me.peer_id)
-    asked: dict[asyncio.Task[bytes], _Progress] = {}
+    asked: dict[asyncio.Task[Bytes], _Progress] = {}
     quiet_s = QUIET_STALLS * ctx.settings.stall_s
     try:
         while waiting or asked:
@@ -115,7 +116,7 @@ class _Progress:
     """when the last bytes came, or when it began"""
 
 
-async def _fetch_part(ctx: Context, peer: str, request: PartRequest, progress: _Progress) -> bytes:
+async def _fetch_part(ctx: Context, peer: str, request: PartRequest, progress: _Progress) -> Bytes:
     body = bytearray()
     async with await _open(ctx, peer, "part", request) as stream:
         floor = _Floor(ctx)
@@ -124,7 +125,7 @@ async def _fetch_part(ctx: Context, peer: str, request: PartRequest, progress: _
             progress.came_at = ctx.now()
     if sha256(body) != request.digest:
         raise MalformedRecord(f"expected the part {request.digest.hex()[:12]}, got other bytes")
-    return bytes(body)
+    return memoryview(body).toreadonly()
 
 
 async def fetch_headers(ctx: Asking, peer: str, start: int, stop: int) -> list[Decided]:
@@ -249,7 +250,7 @@ class _Outflow:
         self._took_s += self._now() - began_at
         self.sent += len(data)
 
-    async def send_pieces(self, data: bytes) -> None:
+    async def send_pieces(self, data: Bytes) -> None:
         """Send bytes as messages of at most `PIECE_BYTES`."""
         view = memoryview(data)
         for start in range(0, len(view), PIECE_BYTES):
@@ -307,11 +308,17 @@ class Archive:
 
     async def _serve_part(self, remote: str, stream: Stream) -> None:
         request = await self._request(stream, PartRequest)
-        body = self._ctx.parts.body(request.digest)
-        if body is None:
-            raise refuse_missing(f"part {request.digest.hex()[:12]}")
+        what = f"part {request.digest.hex()[:12]}"
+        body, stored = self._ctx.parts.body(request.digest), self._ctx.parts.stored(request.digest)
+        if body is None and stored is None:
+            raise refuse_missing(what)
         async with self._outflow(remote, stream) as out:
-            await out.send_pieces(body)
+            if body is None and stored is not None:
+                try:
+                    body = await self._ctx.compute(self._ctx.replica.store.body_part, *stored)
+                except NotStored:
+                    raise refuse_missing(what) from None
+            await out.send_pieces(body or b"")
 
     async def _serve_headers(self, remote: str, stream: Stream) -> None:
         span = await self._request(stream, Span)

@@ -21,10 +21,10 @@ from atoll.optim.methods.base import Method
 from atoll.optim.state.layout import Layout
 
 LEDGER_SNAPSHOTS = 2  # that a coordinator keeps beside the first state, which stays everywhere
-# In memory: own frames, packed, and as messages; those that came, and those of the own part; parts,
-# the body that is joined of them, and the parts before.
-PEER_BODIES = 8
-LEDGER_BODIES = 2  # of an entry in memory: as it comes, and as a whole
+# In memory: own frames, those of others that wait for the group, the body of the entry, and one
+# before that still goes to the coordinator.
+PEER_BODIES = 4
+LEDGER_BODIES = 2  # of an entry that is applied, and of the next one that comes meanwhile
 FP32 = 4  # bytes of a value
 # Measured with the smallest model, libraries included, which other processes may share.
 PEER_PROCESS_BYTES = 590 * 10**6
@@ -122,10 +122,10 @@ def memory_bytes(method: Method, weights: Weights, *, peers: int, bodies: Sequen
     """Return the bytes of a peer that applies a round's result, which is when it takes the most.
 
     Beside the inner state there are the common state, the update, in whose place the next
-    parameters are put, room for that of a round that began again, the residual, its change, and
-    the loss of the part that the peer owns. A worker that does not wait keeps what it handed in,
-    and others what their method needs. Where an update does not lie in the order of the parameters,
-    or their memory is shared, they take memory of their own.
+    parameters are put, the residual, its change, and the loss of the part that the peer owns; and
+    one vector for what rounds that begin again and the heap keep, as measured. A worker that does
+    not wait keeps what it handed in, and others what their method needs. Where an update does not
+    lie in the order of the parameters, or their memory is shared, they take memory of their own.
     """
     numel, state = weights.layout.numel, state_bytes(method, weights.layout)
     vectors = 2.0 + method.window_vectors

@@ -273,7 +273,8 @@ class Exchange:
         """by part: its owner, and since when"""
         self._idle: set[int] = set()
         """owners that were noted, once a group"""
-        ctx.parts.arriving[group.position] = self
+        ctx.parts.decided_up_to(ctx.replica.position)
+        ctx.parts.begin(group.position, self)
         everyone = range(len(group.members))
         for index, plan in enumerate(group.parts):
             self._start(index, plan.owner, everyone)

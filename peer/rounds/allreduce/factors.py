@@ -19,7 +19,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from atoll.optim.reduction.cells import LENGTH, pack
+from atoll.optim.reduction.cells import LENGTH, Bytes, pack
 from atoll.optim.reduction.lowrank import Factors, LowRankCells
 from atoll.peer.rounds.allreduce.reduction import (
     CellRefused,
@@ -58,7 +58,7 @@ class FactorReducer:
         return 2 * self.part.num_cells
 
     @property
-    def frames(self) -> list[bytes]:
+    def frames(self) -> list[Bytes]:
         """The frames that are encoded, in the order in which they are sent."""
         return self._first.frames + (self._second.frames if self._first.finished else [])
 
@@ -112,7 +112,7 @@ class FactorReducer:
         _, done = self._second.done(part, generation)
         firsts, seconds = self._first.frames, self._second.frames
         frames = [
-            first[LENGTH.size :] + second[LENGTH.size :]
+            b"".join((first[LENGTH.size :], second[LENGTH.size :]))
             for first, second in zip(firsts, seconds, strict=True)
         ]
         body = _decoded(self.part, self._cells, frames, self.decoded_N)
@@ -170,7 +170,7 @@ def first_frames(factors: Factors, start_cell: int, stop_cell: int) -> list[byte
     return [factors.first(index) for index in range(start_cell, stop_cell)]
 
 
-def answers(factors: Factors, start_cell: int, p_frames: Sequence[bytes]) -> list[bytes]:
+def answers(factors: Factors, start_cell: int, p_frames: Sequence[Bytes]) -> list[bytes]:
     """Return a member's answers to frames of P, from the cell `start_cell` on."""
     return [factors.second(index, frame) for index, frame in enumerate(p_frames, start_cell)]
 

@@ -16,19 +16,30 @@ import hashlib
 import itertools
 import math
 import threading
-from collections import defaultdict, deque
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from atoll.optim.reduction.cells import LENGTH, Cells, Sent, Term, UpdateError, pack, unpack
+from atoll.optim.reduction.cells import (
+    LENGTH,
+    Bytes,
+    Cells,
+    Sent,
+    Term,
+    UpdateError,
+    pack,
+    unpack,
+)
 from atoll.optim.reduction.robust import Rule
 from atoll.optim.reduction.sparse_mean import SparseMean
 from atoll.optim.state import vectors
 from atoll.optim.state.updates import Update, joined
+from atoll.peer.rounds.allreduce.rooms import PartBytes, Room, room_alone
 from atoll.peer.rounds.messages import PIECE_BYTES, PartDone, Prefix
 
 NORM_SLACK = 1.05  # decoding rounds a norm up by less than 5% for every codec we have
@@ -118,12 +129,12 @@ class PartReducer:
         rule: Rule | None = None,
         norms: Norms | None = None,
         exchange: int = 0,
-        out_N: Tensor | None = None,
+        room: Room | None = None,
     ) -> None:
         """Expect cells of every member in `shares`; without a rule they are averaged.
 
         `norms` covers all parts of one owner, which checks the declared norms with it, separately
-        in each `exchange` of a round. `out_N` takes the decoded part.
+        in each `exchange` of a round. `room` takes the decoded part and its bytes.
         """
         self._rule = rule
         self._keeps = rule is not None or part.cells.gathers
@@ -138,22 +149,33 @@ class PartReducer:
         self._live = set(shares)
         self._last = -1
         """a member of which no other has fewer cells here; -1 while none is known"""
-        self._done: tuple[bytes, PartDone] | None = None
+        self._done: tuple[Bytes, PartDone] | None = None
         self._sparse: SparseMean | None = None
         if part.cells.scatters and rule is None and not self.adds_rows:
             self._sparse = SparseMean(part.cells, part.start_cell, part.stop_cell)
-        dense = self._sparse is None
-        self._sum_N = vectors.empty(part.count * dense) if out_N is None else out_N
+        self._room = room or room_alone(part.count)
         self._begun = 0
         """number of cells that have a sum"""
         self._weight = [0.0] * part.num_cells
-        self._credit_N = vectors.empty(part.count * (dense and not part.cells.gathers))
-        self.frames: list[bytes] = []
+        self.frames: list[Bytes] = []
+        """the encoded cells, each prefixed with its length"""
         self._hash = hashlib.sha256()
+
+    @cached_property
+    def _sum_N(self) -> Tensor:  # noqa: N802
+        return self._room.values()
+
+    @cached_property
+    def _credit_N(self) -> Tensor:  # noqa: N802
+        return vectors.empty(self.part.count)
+
+    @cached_property
+    def _bytes(self) -> PartBytes:
+        return self._room.bytes()
 
     @property
     def finished(self) -> bool:
-        """Return whether every cell is encoded; `frames` holds each, prefixed with its length."""
+        """Return whether every cell is encoded."""
         return len(self.frames) == self.part.num_cells
 
     @property
@@ -204,19 +226,20 @@ class PartReducer:
         """Encode the cells that are complete; return whether any are."""
         first, ready = len(self.frames), self._ready_cells()
         if first < ready:
-            frames = [pack(frame) for frame in self._encode(first, ready)]
-            self._hash.update(b"".join(frames))
-            self.frames += frames
+            for frame in self._encode(first, ready):
+                kept = self._bytes.add(pack(frame))
+                self._hash.update(kept)
+                self.frames.append(kept)
         return ready > 0
 
-    def done(self, part: int, generation: int) -> tuple[bytes, PartDone]:
-        """Return the part's bytes and the report on them, joined at the first call."""
+    def done(self, part: int, generation: int) -> tuple[Bytes, PartDone]:
+        """Return the part's bytes and the report on them, put together at the first call."""
         if self._done is None:
             self._done = self._put_together(part, generation)
         return self._done
 
-    def _put_together(self, part: int, generation: int) -> tuple[bytes, PartDone]:
-        body = b"".join(self.frames)
+    def _put_together(self, part: int, generation: int) -> tuple[Bytes, PartDone]:
+        body = self._bytes.whole()
         if self._sparse is not None:
             self._sparse.finish()
         partial = tuple(
@@ -361,18 +384,24 @@ class PartReducer:
 class PartReceiver:
     """The other members' side: it checks, decodes and hashes reduced cells as they arrive."""
 
-    def __init__(self, *, part: PartRange, members: int, out_N: Tensor | None = None) -> None:
-        """Expect all cells of a part that so many members reduce; `out_N` takes their values."""
+    def __init__(self, *, part: PartRange, members: int, room: Room | None = None) -> None:
+        """Expect all cells of a part that so many members reduce; `room` takes it as it comes."""
         self._part = part
         limits = [part.max_reduced_bytes(i, members) for i in range(part.num_cells)]
         self._buffer = FrameBuffer(limits)
-        self.frames: list[bytes] = []
+        self.frames: list[Bytes] = []
         """as they came, each prefixed with its length"""
         self._hash = hashlib.sha256()
-        self._decoded: list[Update] = []
-        self._out_N = out_N
-        if out_N is None and not part.cells.scatters:
-            self._out_N = vectors.empty(part.count)
+        self._scattered: list[Update] = []
+        self._room = room or room_alone(part.count)
+
+    @cached_property
+    def _out_N(self) -> Tensor:  # noqa: N802
+        return self._room.values()
+
+    @cached_property
+    def _bytes(self) -> PartBytes:
+        return self._room.bytes()
 
     def take(self, data: memoryview) -> list[bytes]:
         """Take a message; return no frames, since none is to be answered.
@@ -384,14 +413,14 @@ class PartReceiver:
         frames = self._buffer.feed(data)
         if frames:
             self._decode(len(self.frames), frames)
-        self.frames += [pack(frame) for frame in frames]
+        self.frames += [self._bytes.add(pack(frame)) for frame in frames]
         self._hash.update(data)
         return []
 
     def _decode(self, first: int, frames: Sequence[memoryview]) -> None:
         cells, start_cell = self._part.cells, self._part.start_cell + first
-        if self._out_N is None:
-            self._decoded.append(cells.decode_scattered(start_cell, frames))
+        if cells.scatters:
+            self._scattered.append(cells.decode_scattered(start_cell, frames))
             return
         start, stop = self._part.cell(first).start, self._part.cell(first + len(frames) - 1).stop
         cells.decode_reduced_all(start_cell, frames, self._out_N[start:stop])
@@ -399,9 +428,9 @@ class PartReceiver:
     @property
     def decoded_N(self) -> Update:  # noqa: N802
         """The values that the frames decode to, after `finish`."""
-        return self._decoded[0] if self._out_N is None else self._out_N
+        return self._scattered[0] if self._part.cells.scatters else self._out_N
 
-    def finish(self, done: PartDone) -> bytes:
+    def finish(self, done: PartDone) -> Bytes:
         """Return the part's bytes.
 
         Raises:
@@ -411,9 +440,9 @@ class PartReceiver:
             raise CellRefused(
                 "the bytes of the part do not have the digest that its owner reported"
             )
-        if self._out_N is None:
-            self._decoded = [joined(self._decoded)]
-        return b"".join(self.frames)
+        if self._part.cells.scatters:
+            self._scattered = [joined(self._scattered)]
+        return self._bytes.whole()
 
 
 class FrameBuffer:
@@ -462,27 +491,26 @@ class FrameBuffer:
         return 0 if short else LENGTH.size + int(length)
 
 
-def batches(frames: Collection[bytes], limit: int) -> deque[bytes]:
+def batches(frames: Iterable[Bytes], limit: int) -> Iterator[Bytes]:
     """Join consecutive frames to messages of at most `limit` bytes, at least one frame each.
 
     A frame that is longer than a piece is cut. Keepalives wait behind a whole message: cells of
-    256 KiB in one message each stalled a link of 2 Mbit/s.
+    256 KiB in one message each stalled a link of 2 Mbit/s. Messages are made one by one, as they
+    are sent: all of a vector would be a copy of it.
     """
-    out: deque[bytes] = deque()
-    batch: list[bytes] = []
+    batch: list[Bytes] = []
     size = 0
     for frame in frames:
         if batch and size + len(frame) > limit:
-            out.append(b"".join(batch))
+            yield b"".join(batch)
             batch, size = [], 0
         if len(frame) > PIECE_BYTES:
-            out += [frame[at : at + limit] for at in range(0, len(frame), limit)]
+            yield from (frame[at : at + limit] for at in range(0, len(frame), limit))
             continue
         batch.append(frame)
         size += len(frame)
     if batch:
-        out.append(b"".join(batch))
-    return out
+        yield b"".join(batch)
 
 
 def split_frames(data: memoryview, limits: Sequence[int], first: int = 0) -> list[memoryview]:

@@ -22,6 +22,7 @@ from atoll.dht.identity import short
 from atoll.dht.refusals import RefusalCode
 from atoll.dht.tasks import beside, race, together
 from atoll.dht.transport import PeerUnreachable, Refused, Stream, TransportError
+from atoll.optim.reduction.cells import Bytes
 from atoll.peer.rounds.allreduce.reduction import CellRefused, Norms, PartReceiver, batches
 from atoll.peer.rounds.allreduce.sides import (
     CODES,
@@ -110,13 +111,13 @@ class RelayedPart(OwnedPart):
     """A part that this peer adds up for its row; its results come from the owner."""
 
     alive_s: float
-    came_back: list[bytes] = field(default_factory=list)
+    came_back: list[Bytes] = field(default_factory=list)
     final: PartDone | None = None
     lost: str = ""
     """why no more results will come"""
 
     @property
-    def results(self) -> list[bytes]:
+    def results(self) -> Sequence[Bytes]:
         """The results so far, as the owner sent them."""
         return self.came_back
 
@@ -237,7 +238,7 @@ class RowReduction:
             part=state.range_of(part),
             shares=state.shares(),
             norms=self._owner.norms(0),
-            out_N=state.take_room(part),
+            room=state.take_room(part),
         )
         return TreePart(
             reducer=reducer,
@@ -381,8 +382,8 @@ class RowReduction:
         while sent < owned.reducer.num_frames:
             frames = owned.reducer.frames[sent:]
             messages = batches(frames, PACED_BYTES)
-            await self._state.send_paced(stream, messages, number, CODES)
-            sent, number = sent + len(frames), number + len(messages)
+            number = await self._state.send_paced(stream, messages, number, CODES)
+            sent += len(frames)
             if not frames and not await owned.await_sums(sent):
                 await stream.send(ALIVE, timeout_s=self._state.group.stall_s)
         self._state.note_sent(part)

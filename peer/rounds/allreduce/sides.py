@@ -23,8 +23,6 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 
-from torch import Tensor
-
 from atoll.compression import CodecError
 from atoll.coordinator.run.levels import Level
 from atoll.dht.identity import short
@@ -33,9 +31,8 @@ from atoll.dht.tasks import Tasks, beside, end
 from atoll.dht.transport import DeadlineExceeded, PeerUnreachable, Refused, Stream, TransportError
 from atoll.optim.log.entry import MalformedRecord
 from atoll.optim.log.replica import Compute
-from atoll.optim.reduction.cells import LENGTH, pack
+from atoll.optim.reduction.cells import LENGTH, Bytes, pack
 from atoll.optim.reduction.lowrank import Factors, LowRankCells
-from atoll.optim.state import vectors
 from atoll.optim.state.updates import Update
 from atoll.peer.rounds.allreduce.factors import FactorReceiver, FactorReducer, answers, first_frames
 from atoll.peer.rounds.allreduce.reduction import (
@@ -47,6 +44,7 @@ from atoll.peer.rounds.allreduce.reduction import (
     Share,
     batches,
 )
+from atoll.peer.rounds.allreduce.rooms import Room, Rooms
 from atoll.peer.rounds.conduct import Fault
 from atoll.peer.rounds.context import Context, Decoded
 from atoll.peer.rounds.messages import (
@@ -95,18 +93,22 @@ class Bulk:
 
 
 async def send_paced(
-    ctx: Context, stream: Stream, messages: Collection[bytes], first: int, bulk: Bulk
-) -> None:
+    ctx: Context, stream: Stream, messages: Iterable[Bytes], first: int, bulk: Bulk
+) -> int:
     """Send messages as the pacer grants their turns, with keepalives while they wait.
 
     Args:
         ctx: this peer's.
         stream: to the receiver.
-        messages: without the byte of their kind.
+        messages: without the byte of their kind; each is taken when the one before has left.
         first: number of the first message on this stream.
         bulk: their rank.
+
+    Returns:
+        The number of the next message.
     """
-    for number, message in enumerate(messages, first):
+    number = first
+    for message in messages:
         order = (bulk.position, bulk.leg, number, bulk.turn)
         turn = ctx.link.pacer.turn(len(message), order)
         try:
@@ -116,7 +118,9 @@ async def send_paced(
                     await stream.send(ALIVE, timeout_s=ctx.settings.stall_s)
         finally:
             turn.cancel()
-        await stream.send(CELL + message, timeout_s=bulk.timeout_s)
+        await stream.send(b"".join((CELL, message)), timeout_s=bulk.timeout_s)
+        number += 1
+    return number
 
 
 class ExchangeState:
@@ -168,16 +172,17 @@ class ExchangeState:
             if member.weight > 0
         }
 
-    def _rooms_of_parts(self) -> dict[int, Tensor]:
-        # All parts are decoded into slices of one vector, so the update is never copied together.
-        if isinstance(self.cells, LowRankCells) or self.cells.scatters:
+    def _rooms_of_parts(self) -> dict[int, Room]:
+        if isinstance(self.cells, LowRankCells):
             return {}
-        update_F = vectors.empty(self.cells.numel)
-        parts = range(len(self.group.parts))
-        return {part: update_F[self.range_of(part).values] for part in parts}
+        ranges = [self.range_of(part) for part in range(len(self.group.parts))]
+        # Gathered frames may be many times shorter than the longest.
+        longest = () if self.cells.gathers else [each.max_bytes(1) for each in ranges]
+        rooms = Rooms([each.values for each in ranges], longest)
+        return {part: rooms.room(part) for part in range(len(ranges))}
 
-    def take_room(self, part: int) -> Tensor | None:
-        """Return the part's place in the update; None if it is taken.
+    def take_room(self, part: int) -> Room | None:
+        """Return the part's place beside the others; None if it is taken.
 
         A part that is reduced again gets memory of its own, because a thread of the earlier
         generation may still write to this one.
@@ -194,15 +199,15 @@ class ExchangeState:
         )
         return frames
 
-    async def answers(self, part: int, first: int, p_frames: Sequence[bytes]) -> list[bytes]:
+    async def answers(self, part: int, first: int, p_frames: Sequence[Bytes]) -> list[bytes]:
         """Return this peer's frames of Q for frames of P, from the part's cell `first` on."""
         start_cell = self.group.parts[part].start_cell + first
         frames: list[bytes] = await self.ctx.compute(answers, self.factors, start_cell, p_frames)
         return frames
 
     async def send_paced(
-        self, stream: Stream, messages: Collection[bytes], first: int, leg: int
-    ) -> None:
+        self, stream: Stream, messages: Iterable[Bytes], first: int, leg: int
+    ) -> int:
         """Send codes or results to a member in their turns; see the function `send_paced`."""
         bulk = Bulk(
             position=self.group.position,
@@ -210,7 +215,7 @@ class ExchangeState:
             turn=(self.member(stream.remote) - self.me) % len(self.group.members),
             timeout_s=self.group.deadline_s if leg == CODES else self.group.stall_s,
         )
-        await send_paced(self.ctx, stream, messages, first, bulk)
+        return await send_paced(self.ctx, stream, messages, first, bulk)
 
     def note_sent(self, part: int) -> None:
         """Note that this peer's codes of a part have left."""
@@ -218,7 +223,7 @@ class ExchangeState:
         if not self._unsent and self.times.sent is None:
             self.times.sent = self.ctx.now()
 
-    def complete(self, part: int, body: bytes, done: PartDone, decoded_N: Update) -> None:
+    def complete(self, part: int, body: Bytes, done: PartDone, decoded_N: Update) -> None:
         """Take a reduced part whose bytes are checked."""
         plan = self.group.parts[part]
         decoded = Decoded(plan.start_cell, plan.stop_cell, decoded_N)
@@ -318,7 +323,7 @@ class UpfrontCodes:
             part=index,
             norm=self._norm,
         )
-        frames = [pack(frame) for frame in self._codes[part.start_cell : part.stop_cell]]
+        frames = map(pack, self._codes[part.start_cell : part.stop_cell])
         bulk = Bulk(
             position=self._plan.position,
             leg=CODES,
@@ -442,9 +447,8 @@ class Sender:
 
     async def _send_frames(self, stream: Stream, frames: Sequence[bytes], first: int) -> int:
         """Send frames from message number `first` on; return the number of the next message."""
-        messages = batches([pack(frame) for frame in frames], PACED_BYTES)
-        await self._state.send_paced(stream, messages, first, CODES)
-        return first + len(messages)
+        messages = batches(map(pack, frames), PACED_BYTES)
+        return await self._state.send_paced(stream, messages, first, CODES)
 
     async def _send_answers(
         self, stream: Stream, part: int, number: int, to_answer: ToAnswer
@@ -505,7 +509,7 @@ class Sender:
         return PartReceiver(
             part=state.range_of(part),
             members=len(state.group.members),
-            out_N=state.take_room(part),
+            room=state.take_room(part),
         )
 
 
@@ -543,7 +547,7 @@ class OwnedPart:
     """cells that no job has taken yet"""
 
     @property
-    def results(self) -> list[bytes]:
+    def results(self) -> Sequence[Bytes]:
         """The results so far, each frame as members get it."""
         return self.reducer.frames
 
@@ -666,9 +670,9 @@ class Owner:
         if isinstance(state.cells, LowRankCells):
             reducer = FactorReducer(part=cells, cells=state.cells, shares=shares, norms=norms)
         else:
-            room_N = state.take_room(part)
+            room = state.take_room(part)
             reducer = PartReducer(
-                part=cells, shares=shares, rule=state.ctx.rule, norms=norms, out_N=room_N
+                part=cells, shares=shares, rule=state.ctx.rule, norms=norms, room=room
             )
         expected = (set(shares) & set(senders)) - self.barred()
         for index in set(shares) - expected:
@@ -830,13 +834,13 @@ class Owner:
 
     async def send_results(self, owned: OwnedPart, head: Reduce, stream: Stream) -> None:
         """Send the results of a part as they complete, and then the report on it."""
-        stall_s, sent, num_messages = self._state.group.stall_s, 0, 0
+        stall_s, sent, number = self._state.group.stall_s, 0, 0
         while sent < owned.reducer.num_frames:
             owned.check()
             frames = owned.results[sent:]
             messages = batches(frames, PACED_BYTES)
-            await self._state.send_paced(stream, messages, num_messages, RESULTS)
-            sent, num_messages = sent + len(frames), num_messages + len(messages)
+            number = await self._state.send_paced(stream, messages, number, RESULTS)
+            sent += len(frames)
             if not frames and not await owned.await_frames(sent, self._state.ctx.alive_s):
                 await stream.send(ALIVE, timeout_s=stall_s)
         done = await owned.result(head.part, head.generation)

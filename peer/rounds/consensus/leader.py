@@ -47,7 +47,7 @@ from atoll.optim.log.entry import (
     vote_payload,
 )
 from atoll.optim.log.locks import NO_DIGEST, Decree, SignedPromise, check_lock, check_promise
-from atoll.optim.reduction.cells import UpdateError
+from atoll.optim.reduction.cells import Bytes, UpdateError
 from atoll.optim.reduction.contribution import work_weight
 from atoll.peer.rounds.allreduce.exchange import Exchange, expected_plan
 from atoll.peer.rounds.conduct import Fault
@@ -950,13 +950,13 @@ class Leadership:
         self.changed.clear()
 
 
-OnLed = Callable[[Entry, Certificate, bytes], None]
+OnLed = Callable[[Entry, Certificate, Bytes], None]
 """(entry, certificate, body) of what was led here to its certificate."""
 
 Reach = Callable[[int], Awaitable[None]]
 """Waits a moment until this peer stands at a position, and looks for what it misses."""
 
-Commit = Callable[[Entry, Certificate, bytes], Awaitable[None]]
+Commit = Callable[[Entry, Certificate, Bytes], Awaitable[None]]
 
 
 class Leading:

@@ -49,8 +49,9 @@ from atoll.optim.log.locks import (
     check_lock,
     promise_payload,
 )
-from atoll.optim.reduction.cells import UpdateError
+from atoll.optim.reduction.cells import Bytes, UpdateError
 from atoll.optim.state.updates import Update, joined, numel_of
+from atoll.peer.rounds.allreduce import rooms
 from atoll.peer.rounds.conduct import Fault
 from atoll.peer.rounds.consensus.round import (
     Accepted,
@@ -555,11 +556,17 @@ class Voter:
         await self._tally.close()
         await self._tasks.close()
 
-    async def gather(self, entry: Entry, source: str) -> bytes:
+    async def gather(self, entry: Entry, source: str) -> Bytes:
         """Return the body of an entry, from the parts in hand and from `source` for the rest."""
-        return b"".join([await self._body(entry, part, source) for part in entry.parts])
+        body = rooms.joined([await self._body(entry, part, source) for part in entry.parts])
+        whole, start = memoryview(body), 0
+        for part in entry.parts:
+            stop = start + part.wire_bytes
+            self._ctx.parts.lay(entry.position, part.digest, whole[start:stop])
+            start = stop
+        return body
 
-    async def _body(self, entry: Entry, part: Part, source: str) -> bytes:
+    async def _body(self, entry: Entry, part: Part, source: str) -> Bytes:
         """A part's bytes: in hand, or as they come, or of others; nobody may have them all yet."""
         held = self._ctx.parts
         while (body := held.body(part.digest)) is None:
@@ -582,13 +589,13 @@ class Voter:
             await self._keep(entry, part, body)  # an owner may name the bytes of another part
         return body
 
-    async def _keep(self, entry: Entry, part: Part, body: bytes) -> None:
+    async def _keep(self, entry: Entry, part: Part, body: Bytes) -> None:
         """Keep a part if it decodes to its cells; PeerUnreachable if it does not."""
         values = await self._decode(entry, part, body)
         decoded = Decoded(part.start_cell, part.stop_cell, values)
         self._ctx.parts.put(entry.position, part.digest, body, decoded)
 
-    async def _decode(self, entry: Entry, part: Part, body: bytes) -> Update:
+    async def _decode(self, entry: Entry, part: Part, body: Bytes) -> Update:
         """Decode a part. A body that does not decode is its owner's lie, not the leader's."""
         cells, where = self._ctx.replay.cells_at(entry.position), (part.start_cell, part.stop_cell)
         if part.stop_cell > len(cells):
@@ -601,7 +608,7 @@ class Voter:
             raise PeerUnreachable(f"no peer has a part that decodes: {error}") from error
         return update
 
-    async def _fetch(self, entry: Entry, part: Part, source: str) -> bytes:
+    async def _fetch(self, entry: Entry, part: Part, source: str) -> Bytes:
         """Fetch from `source`, else from any peer that votes on the entry or took part in it."""
         electors = [e.peer_id for e in self._ctx.replica.electorate]
         members = [m.peer_id for m in entry.members]
@@ -621,7 +628,7 @@ class Voter:
             return joined_F
         return self._verified.get(entry.digest)
 
-    async def _verify(self, entry: Entry, body: bytes) -> None:
+    async def _verify(self, entry: Entry, body: Bytes) -> None:
         """Decode the body, unless all its parts were decoded as they came."""
         if entry.digest in self._verified:
             return

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from atoll.coordinator.run.keys import RunKeys
@@ -524,6 +527,36 @@ def test_an_entry_counts_while_its_snapshot_is_written(tmp_path: Path) -> None:
         asyncio.run(asyncio.wait_for(main(), 60.0))
     finally:
         hold.set()
+    log.whole.store.close()
+
+
+def test_an_entry_that_comes_twice_is_held_by_nobody(tmp_path: Path) -> None:
+    """Not until the garbage collector runs either: a body takes a byte a parameter, or more."""
+    log = Log(tmp_path, swarm=kit.Swarm(), keys=KEYS)
+    core = log.open("peer", is_ledger=False)
+    core.adopt(log.whole.epoch_record)
+    log.grow(1)
+    ((claim, body),) = log.entries
+
+    async def main() -> list[weakref.ref[Any]]:
+        peer, gone = LiveReplica(core, compute=asyncio.to_thread), list[weakref.ref[Any]]()
+
+        async def commit() -> bool:
+            lent = np.frombuffer(body, dtype=np.uint8).copy()
+            gone.append(weakref.ref(lent))
+            return await peer.accept(claim.entry, claim.certificate, memoryview(lent))
+
+        assert sorted(await asyncio.gather(commit(), commit())) == [False, True]
+        assert not await commit()
+        await peer.close()
+        return gone
+
+    gc.disable()
+    try:
+        gone = asyncio.run(main())
+        assert [ref() is None for ref in gone] == [True, True, True]
+    finally:
+        gc.enable()
     log.whole.store.close()
 
 

@@ -1,4 +1,5 @@
 import gc
+import weakref
 
 import torch
 
@@ -84,3 +85,23 @@ def test_vectors_that_do_not_lie_one_after_another_are_copied():
     whole, other = torch.randn(8), torch.randn(8)
     for parts in ([whole[:3], other[3:]], [whole[3:], whole[:3]], [whole[:3], whole[4:]]):
         assert torch.equal(vectors.joined(parts), torch.cat(parts))
+
+
+def test_what_waits_can_be_given_back():
+    address(N)
+    assert vectors.spare_bytes() >= 4 * N
+    vectors.release()
+    assert vectors.spare_bytes() == 0
+    assert vectors.empty(N).shape == (N,)
+
+
+def test_bytes_go_back_to_the_system_with_the_last_view():
+    for num_bytes in (10, 4 * N):
+        body = vectors.buffer(num_bytes)
+        assert len(body) == num_bytes
+        body[3:5] = b"ab"
+        memory, view = weakref.ref(body.obj) if num_bytes == 4 * N else None, body[3:5]
+        del body
+        assert view == b"ab"
+        del view
+        assert memory is None or memory() is None

@@ -355,6 +355,6 @@ def quiet_of(victim):
     async def send(self, stream, messages, first, leg):
         if self.ctx is victim.ctx and leg == CODES:
             await asyncio.Event().wait()
-        await send_paced(self, stream, messages, first, leg)
+        return await send_paced(self, stream, messages, first, leg)
 
     return send

@@ -144,7 +144,7 @@ def long_and_short():
 
 def test_a_long_frame_travels_in_pieces():
     frames, sizes = long_and_short()
-    messages = batches([pack(frame) for frame in frames], PACED_BYTES)
+    messages = list(batches(map(pack, frames), PACED_BYTES))
     assert max(map(len, messages)) <= PACED_BYTES
     buffer, came = FrameBuffer(sizes), []
     for message in messages:

@@ -97,7 +97,7 @@ def spoil_results(reduction):
 
     async def spoilt(relayed, receiver):
         await pass_back(relayed, receiver)
-        relayed.came_back = [frame[:-1] + b"?" for frame in relayed.came_back]
+        relayed.came_back = [bytes(frame[:-1]) + b"?" for frame in relayed.came_back]
 
     reduction._pass_back = spoilt
 

@@ -13,7 +13,7 @@ def pulls(entry):
     return {m.peer_id: m.weight * m.clip * m.norm for m in entry.members}
 
 
-def test_a_member_that_is_greedy_in_everything_pulls_as_four_others_at_most(tmp_path, monkeypatch):
+def test_a_member_that_is_greedy_in_all_pulls_as_four_others_at_most(tmp_path, monkeypatch):
     async def scenario(swarm):
         peers = await swarm.start(4)
         await swarm.until(lambda: reached(peers, 2))

@@ -75,7 +75,7 @@ def test_nobody_that_lives_is_left_out_when_a_relay_dies(tmp_path, message):
     run_swarm(tmp_path, scenario)
 
 
-def test_a_member_that_does_not_return_is_waited_for_no_longer_than_a_while(tmp_path):
+def test_a_member_that_does_not_return_is_waited_for_a_while_only(tmp_path):
     async def scenario(swarm):
         peers = await hidden_pair(swarm)
         position = await until_pair_leads(swarm, peers)

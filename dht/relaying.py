@@ -281,6 +281,8 @@ class Relaying:
         why = self._strangers.why_full(remote)
         if list(self._joining.values()).count(remote) >= MAX_JOINING:
             why = f"it has begun {MAX_JOINING} that are not joined yet"
+        elif len(self._joining) >= open_files() // (2 * SPARE_FILES):
+            why = f"{len(self._joining)} of all peers are not joined yet"
         if why:
             logger.info("refused a relayed stream of %s: %s", remote, why)
             connection.close()

@@ -582,6 +582,23 @@ def test_silent_strangers_at_a_relay_are_bounded(monkeypatch):
     run(main)
 
 
+def test_streams_that_are_not_joined_are_bounded_for_all_together(monkeypatch):
+    monkeypatch.setattr(relaying, "open_files", lambda: 3 * 2 * relaying.SPARE_FILES)
+
+    async def main():
+        async with ends() as (relay, a, b):
+            loop = asyncio.get_running_loop()
+            held = [await opened(each, relay) for each in (a, b, a)]
+            while len(relay.relaying._joining) != 3:
+                await asyncio.sleep(0.01)
+            refused = await opened(b, relay)
+            assert await asyncio.wait_for(loop.sock_recv(refused, 10), 5) == b""
+            for each in (refused, *held):
+                each.close()
+
+    run(main)
+
+
 def test_a_stranger_opens_few_streams_to_a_relay():
     async def main():
         async with ends(1, ticket=b"none") as (relay, stranger):

@@ -81,6 +81,7 @@ BACKOFF_S = 5.0  # for which libp2p itself does not dial again after a failed di
 NO_WORD = frozenset({"dial backoff", "network is unreachable"})
 """Reasons of failed dials that say nothing about the peer."""
 PROBE_S = 1.0  # for a TCP handshake
+BROKEN_S = 60.0  # for which a relay comes last: some rounds, after which it may have been mended
 TLS_S = 10.0  # to begin and to end it on a relayed stream
 PING_S = 3.0  # for the answer of a peer that has let an exchange expire
 PATIENCE_S = 0.5  # least time that the higher PeerID waits for the lower to dial
@@ -125,6 +126,7 @@ class LibP2PStream(StreamEnd):
         self.heard_s = 0.0
         self.on_gone: Callable[[LibP2PStream], None] = lambda stream: None
         self.on_silent_relay: Callable[[str], None] = lambda relay: None
+        self.on_broken_relay: Callable[[str], None] = lambda relay: None
         self._admit = admit
         self._unread_bytes = 0
         self._is_lost = False
@@ -302,6 +304,8 @@ class LibP2PStream(StreamEnd):
         kind = RelayedStreamLost if self.relay else PeerUnreachable
         lost = kind(f"the stream to {self.remote} broke{why}", peer=self.remote)
         self.opened.cancel()
+        if self.relay:
+            self.on_broken_relay(self.relay)
         self.on_lost(lost)
         self._peer_closed = True
         self.on_gone(self)
@@ -371,6 +375,8 @@ class LibP2PTransport:
         """streams whose handler runs, which may outlive their connection"""
         self._doubted: set[str] = set()
         self._refused_s: dict[str, float] = {}
+        self._broken_s: dict[str, float] = {}
+        """when a stream through a relay broke, by relay"""
         """by peer, when its machine last refused a connection"""
         self._calls_made = 0
         self._messages = [0, 0]
@@ -670,6 +676,14 @@ class LibP2PTransport:
         self._refused_s[peer] = asyncio.get_running_loop().time()
         return True
 
+    def _note_broken(self, relay: str) -> None:
+        self._broken_s[relay] = asyncio.get_running_loop().time()
+
+    def _broke_lately(self, relay: str) -> bool:
+        """Return whether a stream through a relay ended without an end mark in the last minute."""
+        now_s = asyncio.get_running_loop().time()
+        return now_s - self._broken_s.get(relay, -math.inf) < BROKEN_S
+
     async def _live(self) -> set[str]:
         self._connected = await self._daemon.connected()
         return self._connected
@@ -715,9 +729,9 @@ class LibP2PTransport:
         assert self._relaying is not None
         errors: list[str] = []
         # Those that we have a connection to first: to dial one that is dead takes seconds. One that
-        # fell silent comes after those that did not.
+        # fell silent comes after those that did not, and one that broke a stream last.
         live, relays = await self._live(), self._relays_of(peer)
-        relays.sort(key=lambda relay: (relay not in live, relay in self._doubted))
+        relays.sort(key=lambda r: (self._broke_lately(r), r not in live, r in self._doubted))
         deadline_s = asyncio.get_running_loop().time() + timeout_s
         for index, relay in enumerate(relays):
             left_s = deadline_s - asyncio.get_running_loop().time()
@@ -755,6 +769,7 @@ class LibP2PTransport:
             connection.close()
             raise
         stream.on_gone, stream.on_silent_relay = self._forget, self._doubt
+        stream.on_broken_relay = self._note_broken
         self._streams.add(stream)
 
     def _forget(self, stream: LibP2PStream) -> None:

@@ -4,7 +4,9 @@ import asyncio
 
 import pytest
 
+from atoll.dht.tasks import end
 from atoll.optim.log.entry import Certificate
+from atoll.peer.rounds.consensus import leader as leaders
 from atoll.peer.rounds.consensus.leader import leader_of
 from atoll.peer.rounds.consensus.round import term_of
 from support import attackers
@@ -47,13 +49,22 @@ def test_leaders_whose_terms_a_liar_ends_are_not_passed_over(tmp_path, monkeypat
     run_swarm(tmp_path, scenario, codec="int8")
 
 
-@pytest.mark.parametrize("count", [4, 3])  # of three, none may lie: its own word has to be left out
-def test_a_liar_that_ends_the_terms_of_others_leads_its_own_alone(tmp_path, monkeypatch, count):
+@pytest.mark.parametrize(
+    ("count", "asks"),
+    [
+        (4, True),
+        (3, True),  # of three, none may lie: its own word has to be left out
+        (4, False),  # a proposal shows no promises
+    ],
+)
+def test_a_liar_that_ends_the_terms_of_others_leads_its_own_alone(
+    tmp_path, monkeypatch, count, asks
+):
     async def scenario(swarm):
         peers = await swarm.start(count)
         await swarm.until(lambda: reached(peers, 3))
         *honest, liar = peers
-        attackers.usurp(monkeypatch, liar)
+        attackers.usurp(monkeypatch, liar, asks=asks)
         name = liar.identity.peer_id
 
         def is_known():
@@ -69,6 +80,30 @@ def test_a_liar_that_ends_the_terms_of_others_leads_its_own_alone(tmp_path, monk
         led, terms = leaders_of(honest[0], at)
         assert name not in [peer for peer, term in zip(led, terms, strict=True) if term > 0]
         assert led.count(name) <= 12 // count + 2, "it leads its own terms"
+        assert swarm.same_bits(honest)
+
+    run_swarm(tmp_path, scenario, codec="int8", layout=SMALL)
+
+
+def test_one_promise_does_not_end_a_term_to_which_a_quorum_reports(tmp_path, monkeypatch):
+    """The liar asks one leader at a time, and leads its own terms in silence."""
+
+    async def scenario(swarm):
+        peers = await swarm.start(4)
+        await swarm.until(lambda: reached(peers, 3))
+        *honest, liar = peers
+        ask = leaders.Leadership._ask_trainers
+
+        async def never(leadership):
+            if leadership.ctx is liar.ctx:
+                await asyncio.sleep(1e6)
+            return await ask(leadership)
+
+        monkeypatch.setattr(leaders.Leadership, "_ask_trainers", never)
+        at = max(p.replica.position for p in peers)
+        striking = asyncio.create_task(attackers.strike(swarm, liar, honest))
+        await swarm.until(lambda: reached(honest, at + 12), timeout_s=200.0)
+        await end(striking)
         assert swarm.same_bits(honest)
 
     run_swarm(tmp_path, scenario, codec="int8", layout=SMALL)

@@ -321,10 +321,35 @@ async def preempt(liar, keepers, every_s=0.05):
         await asyncio.sleep(every_s)
 
 
-def usurp(monkeypatch, liar):
+async def strike(swarm, liar, honest):
+    """P18: it ends each term without a group by one promise, of the leader that it strikes.
+
+    The term that it has promised is the liar's next one.
+    """
+    struck, ctx = set(), liar.ctx
+    while True:
+        await asyncio.sleep(0.05)
+        here = ctx.replica.epoch, ctx.replica.position
+        for peer in honest:
+            for (epoch, position, term), one in list(peer.rounds.leading._leaderships.items()):
+                is_new = (peer, epoch, position, term) not in struck
+                if (epoch, position) != here or one.round.group is not None or not is_new:
+                    continue
+                struck.add((peer, epoch, position, term))
+                first = max(term, peer.rounds.voter.term) + 1
+                electorate = ctx.replica.electorate
+                terms = range(first, first + len(electorate))
+                own = next(t for t in terms if leader_of(electorate, position, t) == ctx.me)
+                ask = Prepare(epoch=epoch, position=position, attempt=own * TERM).encode()
+                with suppress(TransportError):
+                    await ctx.transport.call(peer.identity.peer_id, "prepare", ask, timeout_s=1.0)
+
+
+def usurp(monkeypatch, liar, *, asks=True):
     """P18: it ends each term that comes before its own, and decides its own work alone.
 
-    It reports to itself alone, waits for nobody's call, and asks for promises at once.
+    It reports to itself alone, waits for nobody's call, and asks for promises at once; or, without
+    asking, proposes as if it had them.
     """
     await_absence, ask = leaders.Leadership._await_absence, leaders.Leadership._ask_trainers
 
@@ -341,6 +366,14 @@ def usurp(monkeypatch, liar):
     async def nobody(leadership):
         return {} if leadership.ctx is liar.ctx else await ask(leadership)
 
+    ask_promise = leaders.Polls._ask_promise
+
+    async def make_up(polls, question, index, *args):
+        if polls._ctx is not liar.ctx or asks:
+            return await ask_promise(polls, question, index, *args)
+        polls._take(leaders.Promised(attempt=question.attempt, elector=index, accepted=None))
+
+    monkeypatch.setattr(leaders.Polls, "_ask_promise", make_up)
     monkeypatch.setattr(liar.ctx, "skipped_terms", lambda position: range(len(others(position))))
     monkeypatch.setattr(leaders.Leadership, "_await_absence", at_once)
     monkeypatch.setattr(leaders.Leadership, "_ask_trainers", nobody)

@@ -400,6 +400,7 @@ async def join(
     ready: Ready,
     codes: Sequence[bytes],
     on_exchange: Callable[[Exchange], None],
+    ended: bytes = b"",
 ) -> None:
     """Take part until the position is decided (the caller cancels) or the leader is lost.
 
@@ -414,6 +415,8 @@ async def join(
         ready: the report.
         codes: one frame for each cell of the position.
         on_exchange: takes the exchange of the leader's group.
+        ended: the digest of a group whose exchange has ended here, with which none begins again:
+            its streams are over, and an owner would count its own chunks alone.
 
     Raises:
         AttemptFailed: the leader died, fell silent, or broke the rules.
@@ -421,6 +424,8 @@ async def join(
     """
 
     def begin(group: Group) -> Exchange:
+        if group.digest == ended:
+            raise Refused(RefusalCode.CLOSED, "this peer's part in the group is over")
         exchange = exchange_of(ctx, group, codes if group_weight(ctx, group) else (), upfront)
         on_exchange(exchange)
         return exchange
@@ -704,7 +709,8 @@ class Flight:
             ready = self._ready(term)
             frames = self.pending.window.offer.frames
             joined = partial(self._joined, term)
-            joining = join(self._ctx, leader, open_line, ready, frames, joined)
+            ended = b"" if self.pending.exchange is None else self.pending.exchange.digest
+            joining = join(self._ctx, leader, open_line, ready, frames, joined, ended)
             await race(joining, self._until_barred(leader), expected=(AttemptFailed,))
             if self._ctx.conduct.is_out(leader):
                 raise AttemptFailed("the leader is banned")

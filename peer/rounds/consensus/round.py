@@ -691,6 +691,7 @@ class RoundState(Enum):
 OVER = frozenset({RoundState.DECIDED, RoundState.FAILED})
 # A later term has been called if this leader's own acceptor has promised it. Those that report
 # here, the leader among them, are then waited for there, while this term lacks its leader's vote.
+# With a quorum that reports here it goes on: one promise to a liar must not end it.
 WITHOUT_GROUP = frozenset({RoundState.CALLED, RoundState.FORMING})
 
 
@@ -1149,7 +1150,8 @@ class Round:
         """
         if gone := self._end_absences(view.now):
             return gone
-        if self.state in WITHOUT_GROUP and view.promised_term > self.term:
+        is_passed = view.promised_term > self.term and not self._has_quorum(view)
+        if self.state in WITHOUT_GROUP and is_passed:
             return self._fail(f"term {view.promised_term} is under way")
         match self.state:
             case RoundState.CALLED:

@@ -337,6 +337,10 @@ class Voter:
         if entry.previous_chain != self._ctx.replica.chain:
             # No fault: peers of two branches must not bar each other before an epoch joins them.
             raise Refused(RefusalCode.ELSEWHERE, "the entry is on another branch of the log")
+        # With trust = "crash" a proposal shows no promises, and ends the terms before it as well.
+        if self._trust == "crash" and self._ctx.usurpers.is_known(remote, place.position):
+            await self._expect_turn(place, term_of(head.attempt), of=remote)
+            self._turn()
 
     async def _expect_elector(self, remote: str, body: bytes) -> None:
         """Refuse a lock of anyone but an elector, by its head; its attempt is further inside."""
@@ -511,7 +515,10 @@ class Voter:
         body = await self.gather(entry, remote)
         await self._verify(entry, body)
         self._turn()  # gathering takes a while: the position may have been decided meanwhile
+        is_early = self._ends_own_term(place, term_of(ask.attempt))
         self._booth.accept(remote, place, ask.attempt, record)
+        if is_early and remote != self._ctx.me.peer_id:
+            self._ctx.note_usurper(remote, place.position)
         self._reports = reports
         signature = self._ctx.sign(vote_payload(entry, ask.attempt))
         voted = Voted(

@@ -1,9 +1,15 @@
 """A relay dies in mid-round, and with it the session of a member whose leader it reached."""
 
+import asyncio
+
 import pytest
 
 from atoll.dht.addresses import through
+from atoll.dht.tasks import end
+from atoll.dht.transport import PeerUnreachable
 from atoll.optim.log.entry import Certificate, Entry
+from atoll.optim.state.layout import CELL, Layout
+from atoll.peer.rounds.consensus import member as members
 from atoll.peer.rounds.consensus.round import RETURN_STALLS, leader_of, term_of
 from support.strikes import expect_no_work_lost, expect_sums, passed
 from support.swarm import SETTINGS, identity_of, run_swarm
@@ -120,3 +126,46 @@ def test_parts_are_fetched_from_peers_that_need_no_relay(tmp_path):
         assert asked and leader.identity.peer_id not in asked
 
     run_swarm(tmp_path, scenario)
+
+
+def test_a_member_whose_exchange_has_ended_begins_no_other_in_its_group(tmp_path, monkeypatch):
+    """It loses its leader early, cannot come back, and reports there again after another entry."""
+    begun, again, struck = set(), [], set()
+    exchange_of, open_line = members.exchange_of, members._Line.open
+
+    def noted(ctx, group, codes, upfront):
+        key = ctx.me.peer_id, group.digest
+        again.extend([key] if key in begun else [])
+        begun.add(key)
+        return exchange_of(ctx, group, codes, upfront)
+
+    async def open_once(line):
+        if line._stream is not None:
+            await line.close()
+            raise PeerUnreachable("no relay reaches it now")
+        await open_line(line)
+
+    monkeypatch.setattr(members, "exchange_of", noted)
+    monkeypatch.setattr(members._Line, "open", open_once)
+
+    async def cut_off(swarm, bad):
+        while True:
+            await asyncio.sleep(0.02)
+            for position, (flight, _) in list(bad.rounds._flights.items()):
+                leader = leader_of(bad.replica.electorate, position, 0)
+                is_early = position > bad.replica.position and flight.phase.value == "reduce"
+                if is_early and leader != bad.ctx.me and position % 5 == 0:
+                    struck.add(position)
+                    swarm.network.reset(leader.peer_id, bad.identity.peer_id, at_relay=True)
+
+    async def scenario(swarm):
+        swarm.network.default.latency_s = 0.2  # at which reductions overlap
+        peers = await swarm.start(3, window_s=0.3, tau=4)
+        cutting = asyncio.create_task(cut_off(swarm, peers[2]))
+        await swarm.until(lambda: passed(peers, 20), timeout_s=600.0)
+        await end(cutting)
+        assert struck and again == []
+
+    names = tuple(f"blocks.{i}.w" for i in range(4))
+    layout = Layout(names=names, shapes=((CELL + 1_000,),) * 4)
+    run_swarm(tmp_path, scenario, method="streaming(count=4)", layout=layout)

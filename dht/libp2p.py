@@ -375,9 +375,9 @@ class LibP2PTransport:
         """streams whose handler runs, which may outlive their connection"""
         self._doubted: set[str] = set()
         self._refused_s: dict[str, float] = {}
-        self._broken_s: dict[str, float] = {}
-        """when a stream through a relay broke, by relay"""
         """by peer, when its machine last refused a connection"""
+        self._broken_s: dict[str, float] = {}
+        """by relay, when a stream through it last broke"""
         self._calls_made = 0
         self._messages = [0, 0]
         self._bytes = [0, 0]
@@ -677,7 +677,8 @@ class LibP2PTransport:
         return True
 
     def _note_broken(self, relay: str) -> None:
-        self._broken_s[relay] = asyncio.get_running_loop().time()
+        lately = {r: at for r, at in self._broken_s.items() if self._broke_lately(r)}
+        self._broken_s = lately | {relay: asyncio.get_running_loop().time()}
 
     def _broke_lately(self, relay: str) -> bool:
         """Return whether a stream through a relay ended without an end mark in the last minute."""

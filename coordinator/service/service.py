@@ -433,7 +433,8 @@ async def _receive(parts: AsyncIterator[pb.PublishRequest], size: int) -> memory
             raise Refusal(
                 RefusalStatus.INVALID_ARGUMENT, f"expected {size} bytes, got {stop} or more"
             )
-        body[came:stop], came = part.chunk, stop
+        body[came:stop] = part.chunk
+        came = stop
     return body
 
 

@@ -216,7 +216,7 @@ class HeldPart:
 
 
 class Stored(NamedTuple):
-    """Where the log has a part: bytes of the body of an entry."""
+    """The place of a part in the log: some bytes of the body of an entry."""
 
     position: int
     start: int

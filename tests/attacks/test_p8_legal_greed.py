@@ -9,7 +9,7 @@ ROUNDS = 4
 
 
 def pulls(entry):
-    """How much each member moves the update, by PeerID: weight, clip factor and norm."""
+    """Return weight x clip factor x norm of each member, by PeerID: what moves the update."""
     return {m.peer_id: m.weight * m.clip * m.norm for m in entry.members}
 
 

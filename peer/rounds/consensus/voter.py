@@ -389,9 +389,9 @@ class Voter:
             self._booth.check(remote, place, ask.attempt)
             await self._expect_turn(place, term_of(ask.attempt), of=remote)
             self._turn()
-        is_early = self._ends_own_term(place, term_of(ask.attempt))
+        is_early = self._ends_own_term(remote, place, term_of(ask.attempt))
         accepted = self._booth.prepare(remote, place, ask.attempt)
-        if is_early and remote != self._ctx.me.peer_id:
+        if is_early:
             self._ctx.note_usurper(remote, place.position)
         if self._trust == "byzantine":
             return self._locked_promise(ask, accepted)
@@ -402,11 +402,17 @@ class Voter:
             reports=self._reports if accepted else (),
         )
 
-    def _ends_own_term(self, place: Place, term: int) -> bool:
-        """Return whether the promise of a term would end one of this peer's before its time."""
-        return place == self._booth.here and self._turns.ends_early(
+    def _ends_own_term(self, remote: str, place: Place, term: int) -> bool:
+        """Return whether another peer's term would end one of this peer's before its time.
+
+        With `trust = "byzantine"` a term that is promised has had its turn.
+        """
+        me = self._ctx.me.peer_id
+        if self._trust == "byzantine" or remote == me or place != self._booth.here:
+            return False
+        return self._turns.ends_early(
             term,
-            self._ctx.me.peer_id,
+            me,
             since=self.term,
             now=self._ctx.now(),
             base_s=self._base_s(self.open_term),
@@ -515,9 +521,9 @@ class Voter:
         body = await self.gather(entry, remote)
         await self._verify(entry, body)
         self._turn()  # gathering takes a while: the position may have been decided meanwhile
-        is_early = self._ends_own_term(place, term_of(ask.attempt))
+        is_early = self._ends_own_term(remote, place, term_of(ask.attempt))
         self._booth.accept(remote, place, ask.attempt, record)
-        if is_early and remote != self._ctx.me.peer_id:
+        if is_early:
             self._ctx.note_usurper(remote, place.position)
         self._reports = reports
         signature = self._ctx.sign(vote_payload(entry, ask.attempt))

@@ -1,4 +1,4 @@
-"""What a peer holds of the positions in flight: each byte once, and of decided ones nothing."""
+"""Holdings keep each byte of the positions in flight once, and none of decided ones."""
 
 import pytest
 import torch

@@ -9,7 +9,6 @@ import collections
 import contextlib
 import itertools
 import json
-import multiprocessing
 import os
 import runpy
 import shutil
@@ -32,6 +31,7 @@ from atoll.optim.log.entry import Entry
 from atoll.optim.log.store import LOG_FILE, LogStore
 from atoll.peer.cli.watching import look
 from atoll.peer.paths import PeerPaths
+from support.forks import FORKS
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
@@ -79,18 +79,8 @@ def until(condition, what, timeout_s=DEADLINE_S):
     raise AssertionError(f"expected {what} within {timeout_s:.0f} s")
 
 
-# Children are forked from a process that has imported everything already: torch alone takes
-# several seconds, and this file starts a dozen of them.  Each then becomes what `atoll ...` is,
-# in a process group of its own.
-FORKS = multiprocessing.get_context("forkserver")
-FORKS.set_forkserver_preload(
-    [
-        "atoll.peer.daemon.reach.bootstrap",
-        "atoll.peer.cli.main",
-        "atoll.peer.daemon.process",
-        "atoll.coordinator.service.server",
-    ]
-)
+# Children are forked (support.forks): this file starts a dozen.  Each then becomes what `atoll ...`
+# is, in a process group of its own.
 CHILD = """
 import os, sys
 os.setsid()

@@ -10,10 +10,9 @@ from pathlib import Path
 import torch
 from torch import distributed
 
-TIMEOUT_S = 120.0  # of all ranks together; a machine that is busy elsewhere is slow
+from support.forks import FORKS
 
-_context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload([__name__, "atoll.optim.ranks", "torch.distributed.fsdp"])
+TIMEOUT_S = 120.0  # of all ranks together; a machine that is busy elsewhere is slow
 
 
 def on_ranks(
@@ -40,14 +39,12 @@ Call = tuple[Callable[..., object], tuple[object, ...]]
 def at_once(calls: Sequence[Call], *, num_dying: int = 0) -> None:
     """Make each call in a process of its own, and wait for all but those that are to die.
 
-    The processes are forks of one that has imported torch.
-
     Raises:
         AssertionError: with the traceback of the first call that failed.
     """
-    results = _context.Queue()
+    results = FORKS.Queue()
     processes = [
-        _context.Process(target=_call, args=(number, results, *call))
+        FORKS.Process(target=_call, args=(number, results, *call))
         for number, call in enumerate(calls)
     ]
     for process in processes:

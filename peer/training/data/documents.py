@@ -19,6 +19,7 @@ import gzip
 import hashlib
 import json
 import lzma
+import os
 import sysconfig
 import zlib
 from collections.abc import Callable, Iterator, Mapping
@@ -184,11 +185,7 @@ def documents(
 
 def _stdlib_documents() -> Iterator[Document]:
     root = Path(sysconfig.get_path("stdlib"))
-    files = sorted(
-        (name.as_posix(), file)
-        for file in root.rglob("*.py")
-        if SKIPPED_FOLDERS.isdisjoint((name := file.relative_to(root)).parts[:-1])
-    )
+    files = sorted((file.relative_to(root).as_posix(), file) for file in _source_files(root))
     if not files:
         raise DataError(
             f"this Python has no source of its standard library in {root}; "
@@ -196,6 +193,13 @@ def _stdlib_documents() -> Iterator[Document]:
         )
     for key, file in files:
         yield Document(key=key, data=file.read_bytes())
+
+
+def _source_files(root: Path) -> Iterator[Path]:
+    for folder, inner, names in os.walk(root):
+        # Not entered: installed packages may be ten times the library.
+        inner[:] = [name for name in inner if name not in SKIPPED_FOLDERS]
+        yield from (Path(folder, name) for name in names if name.endswith(".py"))
 
 
 def _visible_files(folder: Path) -> list[Path]:

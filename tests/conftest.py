@@ -1,11 +1,11 @@
 """What all tests share: one thread for arithmetic, and state that stays in the test's folder."""
 
+import functools
 import gc
 import itertools
 import os
 import signal
 import sys
-from pathlib import Path
 
 # Before torch is imported, and for every process that a test starts.
 os.environ["OMP_NUM_THREADS"] = "1"
@@ -14,12 +14,17 @@ import hypothesis
 import pytest
 import torch
 
+from atoll.dht import identity
+
 # Modules and thousands of tests are made before the first test runs, and all of them stay:
 # a collection passes over them in vain each time.
 gc.disable()
 hypothesis.settings.register_profile("atoll", deadline=None)  # a busy machine is no fault
 hypothesis.settings.load_profile("atoll")
 torch.set_num_threads(1)
+# All peers of a swarm are in one process and verify the same signatures: each once is enough.
+# Before another module imports the function.
+identity.verify = functools.lru_cache(1 << 14)(identity.verify)
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background ignores it
 
 
@@ -44,7 +49,8 @@ def pytest_collection_modifyitems(config, items):
         else:
             left_out += for_gpus
     if left_out:
-        items[:] = [item for item in items if item not in left_out]
+        names = {item.nodeid for item in left_out}
+        items[:] = [item for item in items if item.nodeid not in names]
         config.hook.pytest_deselected(items=left_out)
 
 
@@ -77,7 +83,7 @@ def own_modules(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     yield
+    here = (f"{tmp_path}{os.sep}", f"{tmp_path.resolve()}{os.sep}")
     for name, module in list(sys.modules.items()):
-        file = getattr(module, "__file__", None)
-        if file and tmp_path in Path(file).resolve().parents:
+        if (getattr(module, "__file__", None) or "").startswith(here):
             del sys.modules[name]

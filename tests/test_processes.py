@@ -10,10 +10,10 @@ import contextlib
 import itertools
 import json
 import os
-import runpy
 import shutil
 import signal
 import sqlite3
+import subprocess
 import sysconfig
 import threading
 import time
@@ -31,7 +31,7 @@ from atoll.optim.log.entry import Entry
 from atoll.optim.log.store import LOG_FILE, LogStore
 from atoll.peer.cli.watching import look
 from atoll.peer.paths import PeerPaths
-from support.forks import FORKS
+from support.forks import Forked
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
@@ -75,21 +75,8 @@ def until(condition, what, timeout_s=DEADLINE_S):
         found = condition()
         if found:
             return found
-        time.sleep(0.05)
+        time.sleep(0.2)  # a look connects anew each time
     raise AssertionError(f"expected {what} within {timeout_s:.0f} s")
-
-
-# Children are forked (support.forks): this file starts a dozen.  Each then becomes what `atoll ...`
-# is, in a process group of its own.
-CHILD = """
-import os, sys
-os.setsid()
-for number, path in ((0, os.devnull), (1, out), (2, err)):
-    os.dup2(os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT), number)
-os.chdir(folder)
-from atoll.peer.cli.main import main
-sys.exit(main(arguments))
-"""
 
 
 class Child:
@@ -99,22 +86,12 @@ class Child:
         self.name, self.log = name, folder / f"{name}.log"
         self.events = []
         self.heed = lambda event: None  # called with each event, in the reader's thread
-        out = folder / f"{name}-{time.monotonic_ns()}"
-        os.mkfifo(out)
-        given = {
-            "folder": str(folder),
-            "out": str(out),
-            "err": str(self.log),
-            "arguments": [str(argument) for argument in arguments],
-        }
-        self._process = FORKS.Process(
-            target=runpy.run_path, args=(str(folder / "child.py"),), kwargs={"init_globals": given}
-        )
-        threading.Thread(target=self._read, args=(out,), daemon=True).start()
-        self._process.start()
+        with self.log.open("a") as log:
+            self._process = Forked(*arguments, stdout=subprocess.PIPE, stderr=log, cwd=folder)
+        threading.Thread(target=self._read, daemon=True).start()
 
-    def _read(self, out):
-        with out.open("rb") as lines:
+    def _read(self):
+        with self._process.stdout as lines:
             for line in lines:
                 event = json.loads(line)
                 self.heed(event)
@@ -130,12 +107,12 @@ class Child:
         return until(lambda: self.alive() and self.said(text, kind), f"{self.name}: {text}")
 
     def alive(self):
-        if self._process.exitcode is None:
+        if self._process.poll() is None:
             return True
         raise AssertionError(f"{self.name} ended:\n{self.log.read_text()[-3000:]}")
 
     def kill(self):
-        if self._process.exitcode is None:
+        if self._process.poll() is None:
             os.killpg(self._process.pid, signal.SIGKILL)
         return self.wait()
 
@@ -146,15 +123,16 @@ class Child:
         os.killpg(self._process.pid, signal.SIGCONT)
 
     def interrupt(self):
-        os.kill(self._process.pid, signal.SIGINT)
+        self._process.send_signal(signal.SIGINT)
 
     def terminate(self):
-        os.kill(self._process.pid, signal.SIGTERM)
+        self._process.send_signal(signal.SIGTERM)
         return self.wait()
 
     def wait(self, timeout_s=STOP_S):
-        self._process.join(timeout_s)
-        return self._process.exitcode
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(timeout_s)
+        return self._process.poll()
 
 
 class Run:
@@ -175,7 +153,6 @@ class Run:
         for name in ("ast", "argparse", "heapq", "inspect", "random", "socket", "ssl", "typing"):
             shutil.copy(library / f"{name}.py", texts / f"{name}.txt")
         (self.folder / "paced.py").write_text(MODEL)
-        (self.folder / "child.py").write_text(CHILD)
         spec = RunSpec.from_dict(
             {
                 "run": {"name": "paced", "rounds": ROUNDS},

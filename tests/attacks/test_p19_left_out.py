@@ -20,7 +20,7 @@ def led_by(peer, start, leader):
     ]
 
 
-@pytest.mark.parametrize("victims", [1, 3])
+@pytest.mark.parametrize("victims", [pytest.param(1, marks=pytest.mark.exhaustive), 3])
 def test_a_leader_that_leaves_members_out_is_shown_and_loses_them(tmp_path, monkeypatch, victims):
     async def scenario(swarm):
         # The group waits for the liar, so that the others know that it has their reports.

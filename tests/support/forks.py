@@ -1,10 +1,16 @@
 """Processes that are forked from one that has imported everything already.
 
-Importing torch and what it imports at the first optimizer takes 2.5 s of a processor, and tests
+Importing torch, and what it imports at the first optimizer, takes 2.5 s of a processor, and tests
 start a hundred such processes.
 """
 
+import contextlib
 import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+from multiprocessing import reduction
 
 # A process has one fork server, and whoever names its modules last wins: so they are named here,
 # for all. `torch._dynamo` is what torch.optim imports when the first optimizer is made.
@@ -21,3 +27,92 @@ FORKS.set_forkserver_preload(
         "support.rank_work",
     ]
 )
+
+
+class Forked:
+    """`atoll WORDS` in a process and a process group of its own, used as a `subprocess.Popen`."""
+
+    def __init__(self, *words, stdin=subprocess.DEVNULL, stdout=None, stderr=None, cwd=None):
+        """Take files or descriptors, or `subprocess.PIPE` for what is read here as text."""
+        self.stdout = self.stderr = None
+        with contextlib.ExitStack() as stack:
+            given = []
+            for number, stream in enumerate((stdin, stdout, stderr)):
+                if stream == subprocess.PIPE:
+                    ours, stream = os.pipe()
+                    stack.callback(os.close, stream)
+                    setattr(self, ("", "stdout", "stderr")[number], open(ours, encoding="utf-8"))
+                elif stream == subprocess.DEVNULL:
+                    stream = os.open(os.devnull, os.O_RDWR)
+                    stack.callback(os.close, stream)
+                elif stream is None:
+                    stream = number
+                given.append(_Descriptor(stream if isinstance(stream, int) else stream.fileno()))
+            there = (list(map(str, words)), given, str(cwd or os.getcwd()), dict(os.environ))
+            self._process = FORKS.Process(target=_become, args=there)
+            self._process.start()
+        self.pid = self._process.pid
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        for stream in (self.stdout, self.stderr):
+            if stream is not None:
+                stream.close()
+        self.wait()
+
+    @property
+    def returncode(self):
+        return self._process.exitcode
+
+    def poll(self):
+        return self._process.exitcode
+
+    def wait(self, timeout=None):
+        self._process.join(timeout)
+        if self.returncode is None:
+            raise subprocess.TimeoutExpired("atoll", timeout)
+        return self.returncode
+
+    def communicate(self, timeout=None):
+        """Return what it printed, less than a pipe holds."""
+        self.wait(timeout)
+        return tuple(stream and stream.read() for stream in (self.stdout, self.stderr))
+
+    def send_signal(self, number):
+        if self.returncode is None:
+            os.kill(self.pid, number)
+
+    def kill(self):
+        self.send_signal(signal.SIGKILL)
+
+
+class _Descriptor:
+    """A file descriptor that reaches the process that is forked."""
+
+    def __init__(self, number):
+        self.number = number
+
+    def __getstate__(self):
+        return reduction.DupFd(self.number)
+
+    def __setstate__(self, given):
+        self.number = given.detach()
+
+
+def _become(words, given, folder, environment):
+    os.setsid()
+    for number, descriptor in enumerate(given):
+        os.dup2(descriptor.number, number)
+        os.close(descriptor.number)
+    sys.stdin = open(0, closefd=False)
+    # As Python opens them: by lines for a terminal.
+    sys.stdout = open(1, "w", buffering=1 if os.isatty(1) else -1, closefd=False)
+    sys.stderr = open(2, "w", buffering=1, errors="backslashreplace", closefd=False)
+    os.chdir(folder)
+    os.environ.clear()
+    os.environ.update(environment)
+    from atoll.peer.cli.main import main
+
+    sys.exit(main(words))

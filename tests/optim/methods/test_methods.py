@@ -92,7 +92,9 @@ def test_spec_names_a_method_completely(spec):
 
 
 @pytest.mark.parametrize("spec", SETTINGS)
-@pytest.mark.parametrize(("stop", "ahead"), [(4, 0), (5, 2)])
+@pytest.mark.parametrize(
+    ("stop", "ahead"), [pytest.param(4, 0, marks=pytest.mark.exhaustive), (5, 2)]
+)
 def test_resume_gives_the_bits_of_not_stopping(spec, stop, ahead):
     """At any step of a window, and with a reduction that lacks one worker's contribution."""
     whole = team(spec)

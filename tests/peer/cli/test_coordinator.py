@@ -5,13 +5,13 @@ import functools
 import signal
 import socket
 import subprocess
-import sys
 import time
 
 import pytest
 
 from atoll.coordinator.run.spec import RunSpec, template
 from support.commands import contents, refused
+from support.forks import Forked
 
 TINY = {"dim": 32, "num_layers": 1, "num_heads": 2, "ffn_dim": 64}
 
@@ -112,10 +112,10 @@ def coordinator(folder, *arguments):
     """A coordinator of the folder's RUN.toml, ready: its invite stands in the file `invite`."""
     invite = folder / "invite"
     invite.unlink(missing_ok=True)
-    command = [sys.executable, "-m", "atoll.peer.cli.main", "coordinator", str(folder / "RUN.toml")]
-    command += ["--state-dir", str(folder / "state"), "--invite-file", str(invite), *arguments]
+    words = ["coordinator", folder / "RUN.toml", "--state-dir", folder / "state"]
+    words += ["--invite-file", invite, *arguments]
     pipe = subprocess.PIPE
-    with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True) as process:
+    with Forked(*words, stdout=pipe, stderr=pipe) as process:
         try:
             deadline = time.monotonic() + 60
             while not invite.exists():

@@ -7,8 +7,6 @@ import os
 import pty
 import shutil
 import stat
-import subprocess
-import sys
 import threading
 import time
 from types import SimpleNamespace
@@ -35,6 +33,7 @@ from atoll.peer.errors import DataError, ModelError
 from atoll.peer.lab import plan
 from atoll.peer.paths import PeerPaths
 from atoll.peer.training.permission import Allowed, with_own_files
+from support.forks import Forked
 
 RUN_ID = bytes(range(32))
 LAYOUT = Layout(names=("w",), shapes=((1000, 1000),))
@@ -287,10 +286,7 @@ class Terminal:
 
     def __init__(self, *words):
         self._ours, theirs = pty.openpty()
-        command = [sys.executable, "-m", "atoll.peer.cli.main", *words]
-        self._process = subprocess.Popen(
-            command, stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True
-        )
+        self._process = Forked(*words, stdin=theirs, stdout=theirs, stderr=theirs)
         os.close(theirs)
         self.text = ""
         self._reading = threading.Thread(target=self._read, daemon=True)

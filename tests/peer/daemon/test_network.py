@@ -72,7 +72,11 @@ class Loop(threading.Thread):
             self.root = reducer._replica.state.root()
 
 
-@pytest.mark.parametrize("organiser", ["diloco", "sparseloco(tau=2)"], indirect=True)
+@pytest.mark.parametrize(
+    "organiser",
+    ["diloco", pytest.param("sparseloco(tau=2)", marks=pytest.mark.exhaustive)],
+    indirect=True,
+)
 def test_two_loops_of_their_own_train_one_model(organiser, tmp_path):
     loops = [Loop(organiser.invite, tmp_path / name, seed) for seed, name in enumerate("ab")]
     for loop in loops:

@@ -851,7 +851,6 @@ class Leadership:
             case CloseGroup():
                 await self._deliver(action)
             case TellGone():
-                self._note_idle_owner(action.overdue)
                 await self._broadcast(GONE, Gone(member=action.member))
             case Readmit():
                 await self._readmit(action)
@@ -905,14 +904,10 @@ class Leadership:
             f"is reassigned to {short(action.owner)}"
         )
         self.ctx.on_event("warning", text)
-        if self.exchange is None:  # else its own exchange notes it
-            self._note_idle_owner(action.overdue)
+        if action.overdue and self.exchange is None and action.overdue not in self._overdue:
+            self._overdue.add(action.overdue)  # else its own exchange notes it
+            self.ctx.note_idle_owner(action.overdue)
         await self._broadcast(REPAIR, action.order)
-
-    def _note_idle_owner(self, name: str) -> None:
-        if name and name not in self._overdue:
-            self._overdue.add(name)
-            self.ctx.note_idle_owner(name)
 
     async def _fetch(self, action: Fetch) -> None:
         digest = action.done.digest

@@ -856,8 +856,6 @@ class TellGone:
     """Report to all members that one is gone, by its index."""
 
     member: int
-    overdue: str = ""
-    """its name, if it owned parts and the group has waited for its return in vain"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -1052,8 +1050,7 @@ class Round:
             case Left() if event.is_cut_off and self._may_return(event.peer):
                 self._cut_off.setdefault(event.peer, None)
             case Left():
-                has_waited = event.is_cut_off and event.peer in self._returned
-                return self._take_end(event.peer, has_waited=has_waited)
+                return self._take_end(event.peer)
             case Probed():
                 self.expected = event.ready_at
                 for peer, at in event.ready_at.items():
@@ -1117,19 +1114,17 @@ class Round:
                 self._cut_off[peer] = now + RETURN_STALLS * group.stall_s
             elif now >= until:
                 del self._cut_off[peer]
-                actions += self._take_end(peer, has_waited=True)
+                actions += self._take_end(peer)
         return actions
 
-    def _take_end(self, peer: str, *, has_waited: bool = False) -> list[Action]:
+    def _take_end(self, peer: str) -> list[Action]:
         """Owners stop waiting for streams that the member has not opened."""
         self._gone.add(peer)
         members = [m.peer_id for m in self.group.members] if self.group is not None else []
         if peer not in members or peer in self._told_gone or self.state in OVER:
             return []
         self._told_gone.add(peer)
-        index, (group, _) = members.index(peer), self._closed()
-        is_owner = any(plan.owner == index for plan in group.parts)
-        return [TellGone(member=index, overdue=peer if has_waited and is_owner else "")]
+        return [TellGone(member=members.index(peer))]
 
     def _is_asked(self, state: RoundState, attempt: int) -> bool:
         return self.state is state and attempt == self.question

@@ -203,21 +203,6 @@ def test_a_member_that_does_not_return_is_gone_after_two_stalls():
         one.receive(Reported(peer="p1", ready=ready("p1")))
 
 
-def test_an_owner_for_which_the_group_waits_in_vain_is_overdue():
-    overdue = TellGone(member=0, overdue="p0")
-    one, _ = closed({"p0": 1.0, "p1": 1.0})
-    assert cut_off(one, "p0") == []
-    assert overdue in one.advance(view(RETURN_STALLS * 1.0))
-
-    one, _ = closed({"p0": 1.0, "p1": 1.0})
-    cut_off(one, "p0")
-    one.receive(Reported(peer="p0", ready=ready("p0")))
-    assert overdue in one.receive(Left(peer="p0", is_cut_off=True))
-
-    one, _ = closed({"p0": 1.0, "p1": 1.0})
-    assert one.receive(Left(peer="p0")) == [TellGone(member=0)]
-
-
 def test_a_member_returns_once_and_with_the_same_report():
     """Each return has the leader send the group again, and waits for another."""
     one, _ = closed({"p0": 1.0, "p1": 1.0})

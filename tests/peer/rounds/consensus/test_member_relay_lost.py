@@ -106,32 +106,6 @@ def test_a_member_that_does_not_return_is_waited_for_a_while_only(tmp_path):
     run_swarm(tmp_path, scenario)
 
 
-def test_an_owner_that_does_not_return_is_noted_by_the_leader(tmp_path, monkeypatch):
-    async def scenario(swarm):
-        peers = await swarm.start(4, window_s=1.0, link_mbit_s=8.0, declared_mbit_s=8.0)
-        await swarm.until(lambda: passed(peers, 1))
-        position = peers[0].replica.position
-        leader = leads(peers, position)
-        owner = next(p for p in peers if p is not leader)
-        noted = []
-        monkeypatch.setattr(leader.ctx, "note_idle_owner", noted.append)
-        seen = []
-
-        def strike(src, dst, method, n):
-            if method == "reduce" and owner.identity.peer_id == src:
-                seen.append(n)
-            if len(seen) == 20:  # after the group was closed
-                pair = leader.identity.peer_id, owner.identity.peer_id
-                swarm.network.reset(*pair, at_relay=True)
-                swarm.network.cut(*pair)
-
-        swarm.network.on_message = strike
-        await swarm.until(lambda: passed([p for p in peers if p is not owner], position))
-        assert noted == [owner.identity.peer_id]
-
-    run_swarm(tmp_path, scenario)
-
-
 def test_parts_are_fetched_from_peers_that_need_no_relay(tmp_path):
     """A late member that fetched a body from its leader, through a relay, came late again."""
 

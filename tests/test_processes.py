@@ -428,7 +428,7 @@ def test_no_round_is_lost_without_the_coordinator_and_the_run_ends(run):
     again.await_said("in touch with the coordinator again")
     run.set_pace(0.0)
     for peer in run.peers.values():
-        assert peer.wait(1.5 * DEADLINE_S) == 0  # dozens of rounds may be left
+        assert peer.wait(DEADLINE_S) == 0
     status = run.status()
     assert (status.state, status.position) == ("finished", ROUNDS)
     assert {(peer.position, peer.chain) for peer in status.peers} == {(ROUNDS, status.chain)}

@@ -101,10 +101,10 @@ def donor_of(folder: Path, net: kit.Net) -> Replica:
 @pytest.mark.parametrize(
     ("lost", "knows"),  # of the log, and beside it
     [
+        ("log", "number"),
         ("empty", "history"),
         ("log", "nothing"),
         ("all but the keys", "nothing"),  # as they come back from a backup
-        pytest.param("log", "number", marks=pytest.mark.exhaustive),
         pytest.param("log/log.sqlite", "history", marks=pytest.mark.exhaustive),
         pytest.param("empty", "number", marks=pytest.mark.exhaustive),
     ],

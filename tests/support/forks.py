@@ -1,7 +1,7 @@
 """Processes that are forked from one that has imported everything already.
 
 Importing torch, and what it imports at the first optimizer, takes 2.5 s of a processor, and tests
-start a hundred such processes.
+start dozens of such processes.
 """
 
 import contextlib
@@ -28,12 +28,17 @@ FORKS.set_forkserver_preload(
     ]
 )
 
+STREAMS = ("stdin", "stdout", "stderr")
+END_S = 60.0  # for a process that was told to end
+
 
 class Forked:
-    """`atoll WORDS` in a process and a process group of its own, used as a `subprocess.Popen`."""
+    """`atoll WORDS` in a process and a process group of its own, used as a `subprocess.Popen`.
+
+    `stdout` and `stderr` may be `subprocess.PIPE`, to be read here as text.
+    """
 
     def __init__(self, *words, stdin=subprocess.DEVNULL, stdout=None, stderr=None, cwd=None):
-        """Take files or descriptors, or `subprocess.PIPE` for what is read here as text."""
         self.stdout = self.stderr = None
         with contextlib.ExitStack() as stack:
             given = []
@@ -41,7 +46,7 @@ class Forked:
                 if stream == subprocess.PIPE:
                     ours, stream = os.pipe()
                     stack.callback(os.close, stream)
-                    setattr(self, ("", "stdout", "stderr")[number], open(ours, encoding="utf-8"))
+                    setattr(self, STREAMS[number], open(ours, encoding="utf-8"))
                 elif stream == subprocess.DEVNULL:
                     stream = os.open(os.devnull, os.O_RDWR)
                     stack.callback(os.close, stream)
@@ -60,7 +65,7 @@ class Forked:
         for stream in (self.stdout, self.stderr):
             if stream is not None:
                 stream.close()
-        self.wait()
+        self.wait(END_S)
 
     @property
     def returncode(self):

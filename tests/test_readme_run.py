@@ -12,19 +12,19 @@ import re
 import shlex
 import signal
 import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
 
 import pytest
 
+from support.forks import Forked
 from support.small_runs import TINY
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
 ROOT = Path(__file__).parents[1]
-ATOLL = Path(sys.executable).with_name("atoll")
+PIPES = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
 DEADLINE_S = 90.0  # of anything that starts a process; a few seconds on an idle machine
 INTERRUPTED = 130  # 128 + SIGINT
 
@@ -44,15 +44,8 @@ class Started:
     def __init__(self, words, folder, environment, *, answers=b""):
         self.words, self.output = words, ""
         self._terminal, theirs = pty.openpty()
-        self.process = subprocess.Popen(
-            [str(ATOLL), *words[1:]],
-            stdin=theirs,
-            stdout=theirs,
-            stderr=theirs,
-            cwd=folder,
-            env=environment,
-            start_new_session=True,
-        )
+        streams = {"stdin": theirs, "stdout": theirs, "stderr": theirs}
+        self.process = Forked(*words[1:], **streams, cwd=folder, env=environment)
         os.close(theirs)
         if answers:
             os.write(self._terminal, answers)
@@ -118,16 +111,11 @@ class Reader:
         return [given.get(word, word) for word in shlex.split(line, comments=True)]
 
     def run(self, line):
-        done = subprocess.run(
-            [str(ATOLL), *self._words(line)[1:]],
-            cwd=self.folder,
-            env=self.environment,
-            capture_output=True,
-            text=True,
-            timeout=DEADLINE_S,
-        )
-        assert done.returncode == 0, f"{line}: {done.stderr}"
-        return done.stdout
+        done = Forked(*self._words(line)[1:], **PIPES, cwd=self.folder, env=self.environment)
+        with done:
+            told, complaint = done.communicate(DEADLINE_S)
+        assert done.returncode == 0, f"{line}: {complaint}"
+        return told
 
     def start(self, line, answers=b""):
         started = Started(self._words(line), self.folder, self.environment, answers=answers)

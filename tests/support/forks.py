@@ -38,7 +38,9 @@ class Forked:
     `stdout` and `stderr` may be `subprocess.PIPE`, to be read here as text.
     """
 
-    def __init__(self, *words, stdin=subprocess.DEVNULL, stdout=None, stderr=None, cwd=None):
+    def __init__(
+        self, *words, stdin=subprocess.DEVNULL, stdout=None, stderr=None, cwd=None, env=None
+    ):
         self.stdout = self.stderr = None
         with contextlib.ExitStack() as stack:
             given = []
@@ -53,7 +55,7 @@ class Forked:
                 elif stream is None:
                     stream = number
                 given.append(_Descriptor(stream if isinstance(stream, int) else stream.fileno()))
-            there = (list(map(str, words)), given, str(cwd or os.getcwd()), dict(os.environ))
+            there = (list(map(str, words)), given, str(cwd or os.getcwd()), dict(env or os.environ))
             self._process = FORKS.Process(target=_become, args=there)
             self._process.start()
         self.pid = self._process.pid
@@ -111,10 +113,12 @@ def _become(words, given, folder, environment):
     for number, descriptor in enumerate(given):
         os.dup2(descriptor.number, number)
         os.close(descriptor.number)
-    sys.stdin = open(0, closefd=False)
+    sys.stdin = sys.__stdin__ = open(0, closefd=False)
     # As Python opens them: by lines for a terminal.
-    sys.stdout = open(1, "w", buffering=1 if os.isatty(1) else -1, closefd=False)
-    sys.stderr = open(2, "w", buffering=1, errors="backslashreplace", closefd=False)
+    sys.stdout = sys.__stdout__ = open(1, "w", buffering=1 if os.isatty(1) else -1, closefd=False)
+    sys.stderr = sys.__stderr__ = open(
+        2, "w", buffering=1, errors="backslashreplace", closefd=False
+    )
     os.chdir(folder)
     os.environ.clear()
     os.environ.update(environment)

@@ -432,6 +432,73 @@ def test_a_round_trip_of_300_ms_slows_nobody_who_knows_it(declared_mbit_s, gain)
     assert with_it > 0.75 * 50.0
 
 
+async def rounds_after_a_loss(link, capacity_mbit_s, lost_bytes, *, rounds):
+    """Seconds of each round of 4 MB; a machine dies in the first, with bytes on their way to it.
+
+    All the while, keepalives and votes are confirmed: 3 kB a reading.
+    """
+    loop, began_s = asyncio.get_running_loop(), asyncio.get_running_loop().time()
+    delivered, free_at_s, took_s = [0], [0.0], []
+    counters = SimpleNamespace(
+        statistics=lambda: SimpleNamespace(
+            wire_bytes_delivered=delivered[0] + int(30e3 * (loop.time() - began_s)),
+            wire_bytes_received=0,
+        )
+    )
+
+    def arrive(done):
+        delivered[0] += PIECE
+        done.set_result(None)
+
+    for number in range(rounds):
+        round_began_s, arrived = loop.time(), []
+        watch = link.watch(counters)
+        if number == 0:
+            link.pacer.turn(lost_bytes, (0,))
+        for _ in range(32):
+            await link.pacer.turn(PIECE, (0,))
+            free_at_s[0] = max(loop.time(), free_at_s[0]) + PIECE * 8e-6 / capacity_mbit_s
+            arrived.append(loop.create_future())
+            loop.call_at(free_at_s[0], arrive, arrived[-1])
+        upfront = link.watch(counters)  # of the next round: the link is read without a break
+        await asyncio.gather(*arrived)
+        watch.close()
+        took_s.append(loop.time() - round_began_s)
+        upfront.pause()
+    return took_s
+
+
+@pytest.mark.parametrize("lost_bytes", [400_000, 16_000_000])
+@pytest.mark.parametrize("capacity_mbit_s", [40.0, 1000.0])
+def test_bytes_to_the_dead_cost_one_round_little_and_later_ones_nothing(
+    capacity_mbit_s, lost_bytes
+):
+    async def main():
+        link = Link()
+        link.note_round_trip("far", 0.05)
+        took_s = await rounds_after_a_loss(link, capacity_mbit_s, lost_bytes, rounds=6)
+        return took_s, link.uplink_mbit_s
+
+    took_s, uplink_mbit_s = run(main())
+    least_s = 32 / capacity_mbit_s  # of pieces of 1 Mbit
+    # A loss shows after a round trip and the time of a queue, at the next reading.
+    assert took_s[0] < least_s + 0.05 + QUEUE_S + 3 * SAMPLE_S
+    assert max(took_s[1:]) < 1.3 * least_s + 3 * SAMPLE_S
+    assert uplink_mbit_s > 0.9 * min(capacity_mbit_s, UNKNOWN_MBIT_S)
+
+
+def test_silence_on_a_link_whose_round_trip_nobody_knows_is_no_loss():
+    """An answer takes up to a second there."""
+
+    async def main():
+        pacer = Pacer()
+        pacer.turn(4 * MIN_IN_FLIGHT_BYTES, (0,))
+        return [pacer.confirm(0, SAMPLE_S) for _ in range(14)]
+
+    lost = run(main())
+    assert lost.index(True) == 12
+
+
 def test_codes_up_front_and_what_comes_after_are_read_as_one_round():
     async def main():
         link, learned = Link(), []

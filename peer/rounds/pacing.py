@@ -201,6 +201,7 @@ class Pacer:
         self._free_at_s = 0.0
         self._granted = False
         self._in_flight = 0.0
+        self._is_read = True
         self._limit = float(MIN_IN_FLIGHT_BYTES)
         self._silent_s = 0.0
         self._confirmed = 0
@@ -212,6 +213,15 @@ class Pacer:
     def restart(self) -> None:
         """Begin a round: bytes that were not confirmed before it do not count."""
         self._in_flight = 0.0
+
+    def expect_confirmations(self, are_read: bool) -> None:
+        """Limit what is unconfirmed only while `confirm` is called.
+
+        An owner's last results leave after its own round has ended. Once nobody read what was
+        confirmed, they waited until the next round began.
+        """
+        self._is_read = are_read
+        self._grant()
 
     def confirm(self, num_bytes: int, seconds: float) -> bool:
         """Note that so many bytes were delivered in the last `seconds`.
@@ -263,7 +273,7 @@ class Pacer:
     def _grant(self) -> None:
         loop = asyncio.get_running_loop()
         now_s = loop.time()
-        while self._turns and self._free_at_s <= now_s and self._in_flight < self._limit:
+        while self._turns and self._free_at_s <= now_s and self._may_fly:
             turn = heapq.heappop(self._turns)
             if not turn.granted.done():
                 turn.granted.set_result(None)
@@ -272,6 +282,10 @@ class Pacer:
                 self._free_at_s = self._next_s(now_s, turn.num_bytes)
         if self._turns and self._timer is None and self._free_at_s > now_s:
             self._timer = loop.call_at(self._free_at_s, self._wake)
+
+    @property
+    def _may_fly(self) -> bool:
+        return not self._is_read or self._in_flight < self._limit
 
     def _wake(self) -> None:
         self._timer = None
@@ -351,6 +365,7 @@ class Link:
         if not self._watches:
             if not self._stretches:
                 self.pacer.restart()
+            self.pacer.expect_confirmations(True)
             self._stretches.append([])
             self._reading = self._tasks.spawn(self._read(transport))
         watch = LinkReading(self)
@@ -372,6 +387,7 @@ class Link:
         if not self._watches and self._reading is not None:
             self._reading.cancel()
             self._stretches = [] if learns else self._stretches
+            self.pacer.expect_confirmations(False)
 
     async def _read(self, transport: Transport) -> None:
         while True:

@@ -487,6 +487,20 @@ def test_bytes_to_the_dead_cost_one_round_little_and_later_ones_nothing(
     assert uplink_mbit_s > 0.9 * min(capacity_mbit_s, UNKNOWN_MBIT_S)
 
 
+@pytest.mark.parametrize("learns", [True, False])
+def test_what_an_owner_still_has_to_send_does_not_wait_for_the_next_round(learns):
+    async def main():
+        link = Link()
+        watch = link.watch(Counting(0.0))
+        turns = [link.pacer.turn(MIN_IN_FLIGHT_BYTES, (0,)) for _ in range(3)]
+        waited = [not turn.done() for turn in turns]
+        link.unwatch(watch, learns=learns)
+        turns.append(link.pacer.turn(MIN_IN_FLIGHT_BYTES, (0,)))
+        return waited, [turn.done() for turn in turns]
+
+    assert run(main()) == ([False, True, True], [True] * 4)
+
+
 def test_silence_on_a_link_whose_round_trip_nobody_knows_is_no_loss():
     """An answer takes up to a second there."""
 
@@ -581,14 +595,15 @@ def test_what_is_still_under_way_counts_after_a_pause():
     async def main():
         link, still = Link(), Counting(0.0)
         codes = link.watch(still)
-        turns = [link.pacer.turn(PIECE, (n,)) for n in range(8)]
+        turns = [link.pacer.turn(PIECE, (n,)) for n in range(fitting)]
         codes.pause()
         link.watch(still)
         await asyncio.sleep(0.0)
         turns += [link.pacer.turn(PIECE, (n,)) for n in range(8)]
         return sum(turn.done() for turn in turns)
 
-    assert run(main()) == -(-MIN_IN_FLIGHT_BYTES // PIECE)
+    fitting = -(-MIN_IN_FLIGHT_BYTES // PIECE)
+    assert run(main()) == fitting
 
 
 def test_the_shortest_round_trip_of_the_furthest_peer_counts():

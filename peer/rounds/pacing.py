@@ -13,6 +13,7 @@ Nor is one whose rounds are too short for a reading: nothing would find a pace t
 Codes that leave up front and the rest of their round are one reading, with a pause.
 Nor may more than `QUEUE_S` of it queue beyond what is under way for a round trip, however wrong
 the rate. Round trips are those of questions that peers answer at once, the least of each peer.
+If next to nothing is confirmed for as long as a queue and a round trip last, the rest is lost.
 """
 
 from __future__ import annotations

@@ -91,6 +91,25 @@ def test_what_is_never_confirmed_blocks_nobody_for_ever():
     assert run(main())
 
 
+def test_lost_bytes_give_their_room_back_while_others_are_confirmed():
+    """What comes of the living says that the link lives, so there is no silence."""
+
+    async def main():
+        pacer, room = Pacer(), []
+        pacer.turn(3 * MIN_IN_FLIGHT_BYTES // 4, (0,))  # to a machine that died
+        for _ in range(200):
+            turns = [pacer.turn(PIECE // 8, (n,)) for n in range(40)]
+            room.append(sum(turn.done() for turn in turns))
+            for turn in turns:
+                turn.cancel()
+            pacer.confirm(room[-1] * (PIECE // 8), 1.0)
+        return room[0], room[-1]
+
+    at_first, later = run(main())
+    assert at_first < 0.3 * MIN_IN_FLIGHT_BYTES / (PIECE // 8)
+    assert later > 0.95 * MIN_IN_FLIGHT_BYTES / (PIECE // 8)
+
+
 def test_a_round_does_not_pay_for_the_one_before():
     async def main():
         pacer = Pacer()

@@ -4,7 +4,7 @@
     ./scripts/bench nat                          all topologies, three runs of each; needs root
     ./scripts/bench nat --only open,all:symmetric
     ./scripts/bench nat --only relay-killed      a public relay dies in mid-round
-    ./scripts/bench nat --soak 30 --step-ms 80   30 minutes at 20 Mbit/s and 0.5% loss with kills
+    ./scripts/bench nat --soak 30                30 minutes at 20 Mbit/s and 0.5% loss with kills
     ./scripts/bench nat --save                   also write docs/benchmarks/nat.md and .json
     ./scripts/bench nat --json                   the results as JSON on the last line
 
@@ -53,6 +53,8 @@ RUNS = 3
 JOINED_S, RATIO, SHARE, COST_S, UTILISATION = 20.0, 1.3, 0.1, 5.0, 0.95
 SOAK_KINDS: tuple[Behind, ...] = ("port-restricted", "restricted", "symmetric", "double")
 STRIKE_EVERY_S = 120.0
+STEP_MS = 500.0
+COMPUTED_MS = 60.0  # of a step of `nano` on one of these cores
 MARKS = ("<!-- rows of nat.json -->", "<!-- end of rows -->")
 ATOLL = (sys.executable, "-m", "atoll.peer.cli.main")
 PEERS = 4
@@ -70,10 +72,12 @@ PARAMS = 9_998_208
 # work takes the cores from the next round's exchange, whose time is measured. A peer that missed a
 # round has the window to catch up.
 CUSTOM = "paced:build"
+# What a step computes, it computes on this machine's cores, which all hosts share; the rest of its
+# time it waits, as for an accelerator.
 MODEL = """
 import time
 from torch import nn
-from atoll.peer.training.models import Decoder, ModelConfig, model
+from atoll.peer.training.models import Decoder, ModelConfig, model, preset
 
 class Paced(nn.Module):
     def __init__(self, config):
@@ -82,14 +86,16 @@ class Paced(nn.Module):
 
     def forward(self, tokens_BT):
         if self.training:
-            time.sleep(1.5)
+            time.sleep(%(wait_s)f)
         return self.decoder(tokens_BT)
 
 @model
 def build(*, vocab_size, seq_len):
-    sizes = {"dim": 384, "num_layers": 5, "num_heads": 6, "ffn_dim": 1206}
-    return Paced(ModelConfig(vocab_size=vocab_size, max_seq_len=seq_len, **sizes))
+    config = preset("nano", %(sizes)r, vocab_size=vocab_size, seq_len=seq_len)
+    return Paced(config)
 """
+LARGE = {"dim": 384, "num_layers": 5, "num_heads": 6, "ffn_dim": 1206}  # 10M parameters
+LARGE_WAIT_S = 1.5
 Result = TypeVar("Result", "Row", "Killed")
 
 
@@ -201,7 +207,7 @@ class Case:
 
     def large(self, rounds: int) -> RunSpec:
         """Return a run of 10M parameters with windows of three seconds, of the model above."""
-        (self.folder / "paced.py").write_text(MODEL)
+        self.write_model(LARGE_WAIT_S, LARGE)
         return self.placed(
             RunSpec.from_dict(
                 {
@@ -214,13 +220,19 @@ class Case:
             )
         )
 
+    def write_model(self, wait_s: float, sizes: dict[str, int]) -> None:
+        """Write a model of these sizes, of which each step waits before it computes."""
+        (self.folder / "paced.py").write_text(MODEL % {"wait_s": wait_s, "sizes": sizes})
+
     def advised(self, step_ms: float) -> RunSpec:
-        """Return the run that `atoll init` advises for these links; 0 ms: it times a step."""
+        """Return the run that `atoll init` advises for these links, with steps of that time."""
         path = self.folder / "advised.toml"
         words = [*ATOLL, "init", str(path), "--peers", str(PEERS), "--mbit", f"{SOAK_MBIT:g}"]
-        words += ["--step-ms", f"{step_ms:g}"] if step_ms else []
-        subprocess.run(words, check=True, stdout=subprocess.DEVNULL)
-        return self.placed(RunSpec.load(path))
+        subprocess.run([*words, "--step-ms", f"{step_ms:g}"], check=True, stdout=subprocess.DEVNULL)
+        self.write_model(max(0.0, step_ms - COMPUTED_MS) / 1e3, {})
+        spec = self.placed(RunSpec.load(path))
+        model = spec.model.model_copy(update={"custom": CUSTOM})
+        return spec.model_copy(update={"model": model})
 
     def placed(self, spec: RunSpec) -> RunSpec:
         """Return a spec with the lab's address, this bench's text, and a start with all peers."""
@@ -724,10 +736,9 @@ def arguments(cases: Sequence[str]) -> argparse.Namespace:
     add(
         "--step-ms",
         type=float,
-        default=0,
+        default=STEP_MS,
         metavar="MS",
-        help="step time while all peers train, for the advice of the long run (default: timed "
-        "on the idle machine)",
+        help=f"time of a step of the long run, most of which it waits (default: {STEP_MS:g})",
     )
     add("--runs", type=int, default=RUNS, help=f"runs of each case (default: {RUNS})")
     add("--fresh", action="store_true", help="repeat runs that an interrupted bench has kept")

@@ -132,7 +132,7 @@ def setting_of(args: argparse.Namespace, spec: "RunSpec") -> "Setting":
         PlanError: a number is out of range, or the model is too large to be timed.
     """
     from atoll.peer.lab import step_time
-    from atoll.peer.lab.plan import Setting
+    from atoll.peer.lab.plan import LATE_STEPS, Setting
 
     told = Setting(
         peers=args.peers,
@@ -140,6 +140,7 @@ def setting_of(args: argparse.Namespace, spec: "RunSpec") -> "Setting":
         rtt_s=args.rtt_ms / 1000,
         step_s=1.0 if args.step_ms is None else args.step_ms / 1000,
         cores=args.cores,
+        late_steps=LATE_STEPS,
     )
     if args.step_ms is not None:
         return told

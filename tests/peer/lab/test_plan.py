@@ -2,6 +2,7 @@
 
 import itertools
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -140,6 +141,22 @@ def test_nothing_is_faster_than_the_processor(monkeypatch):
     assert 0.1 + cost.lost_s > busy_s > 1.0
 
 
+@pytest.mark.parametrize(
+    ("spec", "peers", "waits_s"),
+    [
+        ("diloco", 4, 1.0),
+        ("diloco", 1, 0.0),  # for whom?
+        ("diloco(tau=2)", 4, 0.0),  # two steps of the next window hide it
+        ("ddp", 4, 0.0),  # its steps are the same everywhere
+    ],
+)
+def test_each_round_waits_for_the_last_peer_for_some_steps(spec, peers, waits_s):
+    punctual = Setting(peers=peers, mbit_s=1e6, rtt_s=0.0, step_s=0.5)
+    late = replace(punctual, late_steps=2.0)
+    of = partial(predict, methods.parse(spec), net(), inner_steps=50)
+    assert of(late).lost_s - of(punctual).lost_s == pytest.approx(waits_s, abs=0.02)
+
+
 @pytest.mark.parametrize("spec", SPECS)
 def test_the_work_of_a_method_is_timed_once(spec):
     threads = torch.get_num_threads()
@@ -261,7 +278,14 @@ def test_the_bare_model_has_the_layout_of_the_real_one():
 
 @pytest.mark.parametrize(
     "wrong",
-    [{"peers": 0}, {"mbit_s": 0.0}, {"step_s": 0.0}, {"rtt_s": -1.0}, {"cores": 0.0}],
+    [
+        {"peers": 0},
+        {"mbit_s": 0.0},
+        {"step_s": 0.0},
+        {"rtt_s": -1.0},
+        {"cores": 0.0},
+        {"late_steps": -1.0},
+    ],
 )
 def test_impossible_settings_are_refused(wrong):
     fields = {"peers": 4, "mbit_s": 100.0, "step_s": 0.1} | wrong

@@ -343,6 +343,8 @@ class Publisher:
         self._rounds = rounds
         self._publishing = False
         self._reported_pruned = False
+        self._behind_at: int | None = None
+        """where this peer stood at the last heartbeat, if the coordinator was ahead then"""
 
     def on_led(self, entry: Entry, certificate: Certificate, body: Bytes) -> None:
         """Send an entry that this peer proposed, at once."""
@@ -378,11 +380,20 @@ class Publisher:
                 # Not at the epoch's base: entries are missing, or void ones are here.
                 if not await self._replica.adopt(beat.epoch):
                     self._rounds.kick_catch_up()
-        if beat.head.position > self._replica.position + 1:  # one ahead is a commit on its way here
+        if self._misses_entries(beat.head.position):
             self._rounds.kick_catch_up()
         if beat.publish_from is not None and not self._publishing:
             self._publishing = True
             self._env.tasks.spawn(self._publish_from, beat.publish_from)
+
+    def _misses_entries(self, there: int) -> bool:
+        """Return whether the coordinator is ahead, and no commit is on its way here."""
+        here, before = self._replica.position, self._behind_at
+        self._behind_at = here if there > here else None
+        # One entry ahead is a commit on its way, which may be long in a group. A peer whose address
+        # changed just then is in none, and once waited a whole window for a group that was decided.
+        is_stuck = before == here and self._rounds.seeks_group
+        return there > here + 1 or (there == here + 1 and is_stuck)
 
     async def _publish_from(self, start: int) -> None:
         try:

@@ -402,7 +402,7 @@ class Rounds:
         replica = self._ctx.replica
         is_new = known.epoch is None or known.epoch < replica.epoch
         ready_in_s = self._ctx.ready_in_s()
-        if ready_in_s is not None and self._seeks_group():
+        if ready_in_s is not None and self.seeks_group:
             ready_in_s = 0.0  # the trainer may be in its next window already
         return Head(
             protocol=PROTOCOL,
@@ -418,7 +418,8 @@ class Rounds:
             epoch_record=replica.epoch_record if is_new else b"",
         )
 
-    def _seeks_group(self) -> bool:
+    @property
+    def seeks_group(self) -> bool:
         """Return whether a contribution is in no group: its flight waits, or has yet to begin."""
         under_way = {flight.pending: flight.phase for flight, _ in self._flights.values()}
         return any(

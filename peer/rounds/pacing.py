@@ -241,7 +241,7 @@ class Pacer:
 
     def _is_lost(self, num_bytes: int, seconds: float) -> bool:
         # The bytes on a stream that is reset, or to a machine that died, are never confirmed. Left
-        # to their decay alone, a few MB of them kept all others waiting for 15 s.
+        # to their decay alone, a few MB of them kept all others waiting for up to 19 s.
         self._silent_s += seconds
         self._confirmed += num_bytes
         is_alive = self._confirmed >= LIVE_SHARE * self._in_flight

@@ -37,7 +37,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
 ROUNDS = 80
 INNER_STEPS = 2
-STEP_S = 0.75
+STEP_S = 1.0
 DEADLINE_S = 90.0  # of anything that starts a process; a few seconds on an idle machine
 STOP_S = 10.0
 GRACE_S = 8.0

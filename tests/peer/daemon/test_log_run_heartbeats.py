@@ -50,7 +50,7 @@ def test_one_entry_ahead_is_a_commit_on_its_way():
     assert [peer.hears(9), peer.hears(9), peer.hears(10)] == [0, 0, 0]
 
 
-def test_one_entry_ahead_for_two_heartbeats_was_missed_by_a_peer_that_waits_for_a_group():
+def test_one_entry_ahead_for_two_heartbeats_was_missed():
     peer = Peer(seeks_group=True)
     assert [peer.hears(8), peer.hears(8), peer.hears(8)] == [0, 1, 2]
 

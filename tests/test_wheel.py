@@ -12,9 +12,6 @@ from pathlib import Path
 
 import pytest
 
-from atoll.coordinator.run.invite import Invite
-from atoll.peer.cli.watching import look
-
 ROOT = Path(__file__).parents[1]
 FOLDERS = ("compression", "coordinator", "dht", "optim", "peer")
 SHIPPED = {".json", ".py", ".pyi", ".proto", ".tcss", ".typed"}
@@ -166,7 +163,8 @@ def test_a_peer_trains_without_any_extra(environment, tmp_path):
             wait_for(invite, coordinator)
             words = ["peer", invite, "--state-dir", "peer", "--data", "texts", "--yes"]
             run(*bare, *words, cwd=tmp_path)
-            assert look(Invite.decode(invite.read_text().strip())).position == 2
+            told = json.loads(run(*bare, "status", invite, "--json", cwd=tmp_path))
+            assert told["position"] == 2
             shown = subprocess.run(
                 [*bare, "dashboard", str(invite), "--screenshot", "a.svg"],
                 cwd=tmp_path,

@@ -55,7 +55,7 @@ CONTROL_BYTES_S = 10_000  # per peer among four: roster, heartbeats, votes
 LINK_MAX_GBIT_S = 1_000  # no peer has such a link: beyond is a typo
 VALUE_S = 1.5e-9  # per parameter at the trainer, to read the pseudo-gradient and write the commit
 # Windows that end by time take whole steps, and no two machines are equally fast. Four peers that
-# trained for 7 to 9 s a window waited for 2.1 and 2.4 steps (docs/benchmarks/nat.md).
+# trained for 6 and 9 s a window waited for 2.7 and 2.3 steps (docs/benchmarks/nat.md).
 LATE_STEPS = 2.0
 SETTLE_S = 0.02  # per round at the trainer for any size, for switching threads
 

@@ -1,4 +1,4 @@
-"""What a peer of a run with a log does about the head that the coordinator tells it."""
+"""A peer of a run with a log compares its head with the one that a heartbeat brings."""
 
 import asyncio
 import types

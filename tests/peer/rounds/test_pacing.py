@@ -92,7 +92,7 @@ def test_what_is_never_confirmed_blocks_nobody_for_ever():
 
 
 def test_lost_bytes_give_their_room_back_while_others_are_confirmed():
-    """What comes of the living says that the link lives, so there is no silence."""
+    """Confirmations from live peers show that the link works, so no silence ends the wait."""
 
     async def main():
         pacer, room = Pacer(), []

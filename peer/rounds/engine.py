@@ -402,7 +402,7 @@ class Rounds:
         replica = self._ctx.replica
         is_new = known.epoch is None or known.epoch < replica.epoch
         ready_in_s = self._ctx.ready_in_s()
-        if ready_in_s is not None and self.seeks_group:
+        if ready_in_s is not None and self._seeks_group():
             ready_in_s = 0.0  # the trainer may be in its next window already
         return Head(
             protocol=PROTOCOL,
@@ -419,8 +419,13 @@ class Rounds:
         )
 
     @property
-    def seeks_group(self) -> bool:
-        """Return whether a contribution is in no group: its flight waits, or has yet to begin."""
+    def waits_for_group(self) -> bool:
+        """Return whether the contribution to the next decision is in no group yet."""
+        flight, _ = self._flights.get(self._ctx.replica.position, (None, None))
+        return flight is not None and flight.phase is RoundPhase.WAIT
+
+    def _seeks_group(self) -> bool:
+        """Return whether any contribution is in no group: its flight waits, or has yet to begin."""
         under_way = {flight.pending: flight.phase for flight, _ in self._flights.values()}
         return any(
             under_way.get(p, RoundPhase.WAIT) is RoundPhase.WAIT for p in self._pending.values()

@@ -57,6 +57,24 @@ def the_leader(position):
     return lambda swarm: leader(swarm, position)
 
 
+def test_a_peer_waits_for_a_group_until_it_is_in_one(tmp_path):
+    seen = set()
+
+    async def scenario(swarm):
+        peers = await swarm.begin([swarm.add(window_s=window_s) for window_s in (1.0, 1.0, 2.0)])
+        while peers[0].replica.position < 4:
+            rounds = peers[0].rounds
+            pending = rounds._pending_at(peers[0].replica.position)
+            is_grouped = pending is not None and pending.exchange is not None
+            seen.add((rounds.waits_for_group, pending is not None, is_grouped))
+            await asyncio.sleep(0.01)
+
+    run(tmp_path, scenario)
+    offered, grouped = (True, True, False), (False, True, True)
+    assert seen >= {(False, False, False), offered, grouped}
+    assert (True, True, True) not in seen
+
+
 def test_eight_peers_commit_and_hold_the_same_bits(tmp_path):
     async def scenario(swarm):
         peers = await swarm.start(8)

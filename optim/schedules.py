@@ -27,6 +27,9 @@ from statistics import median_low
 # H stays within half to twice the median's, so a false claim of speed moves it no further; a peer
 # beyond that should change how many batches it accumulates a step.
 SLOWEST, FASTEST = 0.5, 2.0
+# Of a window, by which one may end apart from the others' and stay as it is: their reports are
+# seconds old, and a shift costs steps as well.
+IN_STEP = 0.05
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,9 +94,10 @@ class QSR:
 def deadline(step_s: Sequence[float], *, inner_steps: int) -> list[int]:
     """H of each of several unequal peers, so that all end their windows together.
 
-    The window lasts as long as `inner_steps` take at the median speed. Nobody's H leaves half to
-    twice that of the median peer: a slower peer ends later, a faster one waits, and both should
-    change how many batches they accumulate a step.
+    The window lasts as long as `inner_steps` take at the median speed, to the nearest whole step,
+    so that peers of about one speed take equally many. Nobody's H leaves half to twice that of the
+    median peer: a slower peer ends later, a faster one waits, and both should change how many
+    batches they accumulate a step.
 
     Args:
         step_s: seconds of an inner step, a peer each.
@@ -109,8 +113,27 @@ def deadline(step_s: Sequence[float], *, inner_steps: int) -> list[int]:
     window_s = inner_steps * median_low(step_s)
     shortest = max(1, math.ceil(SLOWEST * inner_steps))
     longest = math.floor(FASTEST * inner_steps)
-    # 1e-9: equal speeds take all of `inner_steps`, though a quotient may round to just below it.
-    return [min(max(math.floor(window_s / s + 1e-9), shortest), longest) for s in step_s]
+    return [min(max(round(window_s / s), shortest), longest) for s in step_s]
+
+
+def until_others_end(left_s: float, others_s: Sequence[float], *, window_s: float) -> float:
+    """Return how long a window should last from now on to end with most of the others'.
+
+    A peer that joins, or that took a commit late, begins its window in the middle of theirs. After
+    a whole window it would wait for them as long as it was late. So it ends this one with theirs
+    or with their next, whichever is nearer, and from then on all are in step.
+
+    Args:
+        left_s: seconds until this peer's window ends by itself.
+        others_s: seconds until other peers' windows end; below 0 if one should have ended.
+        window_s: seconds of a window, of this peer's as of the others'.
+    """
+    if not others_s:
+        return left_s
+    half_s = window_s / 2
+    by_s = [(other_s - left_s + half_s) % window_s - half_s for other_s in others_s]
+    shift_s = median_low(by_s)
+    return left_s + shift_s if abs(shift_s) > IN_STEP * window_s else left_s
 
 
 @dataclass(frozen=True, kw_only=True)

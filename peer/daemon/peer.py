@@ -275,6 +275,10 @@ class Peer:
         """Return the seconds a step takes each other trainer that reports them; in any thread."""
         return self._env.neighbours.paces_s()
 
+    def ends_s(self) -> list[float]:
+        """Return in how many seconds the windows of other trainers here end; in any thread."""
+        return self._env.neighbours.ends_s(self.position)
+
     def validates(self, position: int) -> bool:
         """Return whether it is this peer's turn to validate a position; in any thread."""
         return self._env.neighbours.validates(position)

@@ -63,6 +63,9 @@ from atoll.peer.training.statistics import (
 )
 
 MAX_SKIPS = 10  # a bad batch costs one step; corrupted parameters cost every step that follows
+# Of a window, after which it is compared with the others': by then a heartbeat, each 5 s, has told
+# of the windows that began with this one, unless they are shorter than 50 s.
+SHIFTED_AT = 0.1
 MAX_DROPPED = 5  # windows; so many in a row are a fault of the data or the settings, not bad luck
 SAVE_SHARE = 0.02  # of the time: for the copy in the trainer's thread, and for the disk beside it
 VALID_BATCHES = 16  # 16k tokens of nano: half a second on one core
@@ -107,6 +110,8 @@ class TrainerOptions:
     """Fraction of time to spend training; the trainer sleeps for the rest after each step."""
     paces_s: Callable[[], Sequence[float]] = tuple
     """Returns the seconds per step that other peers report."""
+    ends_s: Callable[[], Sequence[float]] = tuple
+    """Returns in how many seconds the windows of other peers at this position end."""
     is_over: Callable[[], bool] = lambda: False
     """Returns whether the run is complete, which a peer within a window may not know yet."""
     ranks: OneRank = field(default_factory=OneRank)
@@ -181,6 +186,8 @@ class Trainer:
         self._recent: deque[tuple[float, int]] = deque(maxlen=RATE_STEPS + 1)
         self._steps_s: deque[float] = deque(maxlen=SHARE_STEPS)
         self._pace = StepPace()
+        self._is_in_step = False
+        """whether this window was compared with the others'"""
         self._times = RecentTimes()
         self._began_s: float | None = None
         self._before = WorkerStatistics()
@@ -468,10 +475,30 @@ class Trainer:
         common = self.timetable.window(self.worker.next_position)
         if self.spec.outer.windows != "deadline":
             self.worker.resize(common, delay=self._method.hidden_steps(common))
-        elif self.worker.step_in_window == 0 and self._ranks.agreed(self._statistics.pace_s > 0):
-            paces_s = [self._statistics.pace_s, *self.options.paces_s()]
-            own, *_ = schedules.deadline(paces_s, inner_steps=common)
-            self.worker.resize(self._ranks.agreed(own))
+            return
+        starts = self.worker.step_in_window == 0
+        if starts:
+            self._is_in_step = False
+        # Windows of several fragments end in turn, so that a peer out of step waits for little.
+        is_compared = self._is_in_step or len(self.worker.fragments) > 1
+        is_due = self.worker.step_in_window >= SHIFTED_AT * self.worker.inner_steps
+        shifts = is_due and not is_compared
+        if (starts or shifts) and self._ranks.agreed(self._statistics.pace_s > 0):
+            self._is_in_step = shifts
+            own, *_ = schedules.deadline(self._paces_s(), inner_steps=common)
+            self.worker.resize(self._ranks.agreed(self._in_step(own) if shifts else own))
+
+    def _paces_s(self) -> list[float]:
+        # The other ranks of this peer, whose figures nobody uses, may have no pace yet.
+        return [self._statistics.pace_s or 1.0, *self.options.paces_s()]
+
+    def _in_step(self, own: int) -> int:
+        """Return how many of `own` steps this window should have to end with the others'."""
+        window_s = own * (self._statistics.pace_s or 1.0)
+        # `resize` keeps the share of the window that is done, so the whole scales by what is left.
+        left_s = window_s * self.worker.steps_left / self.worker.inner_steps
+        until_s = schedules.until_others_end(left_s, self.options.ends_s(), window_s=window_s)
+        return max(1, round(own * until_s / left_s))
 
     def _take(self, loss: float, tokens: int) -> None:
         self._progress.skips_in_a_row = 0

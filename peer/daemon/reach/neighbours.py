@@ -15,6 +15,7 @@ import socket
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import suppress
 
+from atoll.dht import clock
 from atoll.dht.addresses import TCP
 from atoll.dht.node import Node
 from atoll.dht.roster import PeerRecord, Roster, RosterError, RosterRole
@@ -35,6 +36,19 @@ ROSTER_ERRORS = (RosterError, TransportError, TimeoutError, OSError)
 
 class PortInUse(ValueError):
     """An address that cannot be listened on."""
+
+
+def window_ends_s(records: Iterable[PeerRecord], position: int, now_s: float) -> list[float]:
+    """Return in how many seconds the windows of the trainers at a position end.
+
+    Below 0 where one should have ended since its peer's last record. Peers at another position are
+    in another window, and one that does not know its pace does not know its end.
+    """
+    return [
+        record.ready_in_s - (now_s - (record.expires_at - RECORD_TTL_S))
+        for record in records
+        if record.role == "trainer" and record.position == position and record.step_s > 0
+    ]
 
 
 def free_port(host: str, port: int, *, remedy: str) -> int:
@@ -198,3 +212,8 @@ class Neighbours:
         """Return the seconds a step takes each other trainer that reports them; in any thread."""
         others = (r for r in self.roster.seen if r.peer_id != self._me.peer_id)
         return [r.step_s for r in others if r.role == "trainer" and r.step_s > 0]
+
+    def ends_s(self, position: int) -> list[float]:
+        """Return `window_ends_s` of the other trainers; in any thread."""
+        others = (r for r in self.roster.seen if r.peer_id != self._me.peer_id)
+        return window_ends_s(others, position, clock.now_s())

@@ -63,6 +63,7 @@ def run(args: argparse.Namespace) -> int:
     invite = read_invite(args.invite) if args.invite is not None else None
     from atoll.peer.daemon.doctor import health
     from atoll.peer.paths import peer_state_dir, state_home
+    from atoll.peer.training.machine import memory_free
 
     findings: list[health.Finding] = []
 
@@ -78,7 +79,7 @@ def run(args: argparse.Namespace) -> int:
         folder = peer_state_dir(invite.run_id.hex()) if invite is not None else state_home()
     report(health.python_finding(sys.version_info[:3]))
     report(health.free_disk(folder))
-    report(health.memory_finding(health.available_memory()))
+    report(health.memory_finding(memory_free()))
     report(health.bind_finding(place["host"], int(place["port"])))
     report(health.torch_finding())
     if invite is not None:

@@ -28,7 +28,6 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import psutil
 import torch
 
 from atoll.coordinator.run.spec import RunSpec
@@ -43,6 +42,7 @@ from atoll.peer.paths import PeerPaths
 from atoll.peer.training.data.documents import STDLIB
 from atoll.peer.training.data.hub import HUB
 from atoll.peer.training.data.tokens import BYTES
+from atoll.peer.training.machine import memory_total
 from atoll.peer.training.models import expect_source, preset
 from atoll.peer.training.permission import Allowed, with_own_files
 from atoll.peer.training.resources import (
@@ -146,11 +146,11 @@ def expect_room(needs: Resources, folder: Path) -> None:
     """
     # The memory of a Mac's GPU is the machine's own.
     memory = needs.peer_memory - (needs.inner_memory if torch.cuda.is_available() else 0)
-    there = psutil.virtual_memory().total
+    there = memory_total()
     if memory > there:
         raise NoRoom(
-            f"the run needs {size(memory)} of memory, and this machine has {size(there)}; "
-            "join from a larger machine, or ask the organiser for a smaller model"
+            f"the run needs {size(memory)} of memory, and this machine or container has "
+            f"{size(there)}; join from a larger machine, or ask the organiser for a smaller model"
         )
     disk = needs.peer_disk + needs.peer_disk_free
     nearest = next(path for path in (folder, *folder.absolute().parents) if path.exists())

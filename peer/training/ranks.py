@@ -17,7 +17,6 @@ from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
-import psutil
 import torch
 from torch import Tensor, distributed, nn
 
@@ -27,6 +26,7 @@ from atoll.optim.ranks.ranks import TIMEOUT_S, losing
 from atoll.optim.state import vectors
 from atoll.peer.training import models
 from atoll.peer.training.devices import Device
+from atoll.peer.training.machine import memory_total
 
 TRAIN_BYTES = 18  # a parameter: itself, gradient and AdamW's moments in fp32, a copy in bf16
 FIT_SHARE = 0.6  # of a device's memory; the rest is for activations
@@ -240,7 +240,7 @@ def fits(numel: int, device: torch.device, *, ranks: int) -> bool:
     if device.type == "cuda":
         total_bytes = torch.cuda.get_device_properties(device).total_memory
     else:
-        total_bytes = psutil.virtual_memory().total // ranks
+        total_bytes = memory_total() // ranks
     return numel * TRAIN_BYTES <= FIT_SHARE * total_bytes
 
 

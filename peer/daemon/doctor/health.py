@@ -101,10 +101,8 @@ def disk_finding(free_bytes: int, folder: Path) -> Finding:
     return note("disk", fact, remedy) if free_bytes < LOW_DISK_BYTES else ok("disk", fact)
 
 
-def memory_finding(available_bytes: int | None) -> Finding:
-    """Judge the memory that programs may still take; None if the system does not report it."""
-    if available_bytes is None:
-        return note("memory", "not known on this system", "a peer needs about 600 MB and the model")
+def memory_finding(available_bytes: int) -> Finding:
+    """Judge the memory that programs may still take."""
     fact = f"{size(available_bytes)} available"
     if available_bytes < LOW_MEMORY_BYTES:
         return note("memory", fact, "close other programs; a peer needs 600 MB and the model")
@@ -240,17 +238,6 @@ def exit_code(findings: Sequence[Finding]) -> int:
 
 
 # probes
-
-
-def available_memory() -> int | None:
-    """Return the bytes that programs may still take; None if the system does not report it."""
-    with suppress(OSError, ValueError):
-        for line in Path("/proc/meminfo").read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    with suppress(AttributeError, OSError, ValueError):
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return None
 
 
 def torch_finding() -> Finding:

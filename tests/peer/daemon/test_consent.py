@@ -95,7 +95,7 @@ def test_a_run_that_cannot_fit_is_refused_before_the_owner_is_asked(tmp_path, mo
     needs = needs_of(run.spec, run.layout)
     there = SimpleNamespace(total=needs.peer_memory - 1)
     monkeypatch.setattr(psutil, "virtual_memory", lambda: there)
-    with pytest.raises(NoRoom, match="of memory, and this machine has"):
+    with pytest.raises(NoRoom, match="of memory, and this machine or container has"):
         owner.admit(run)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)  # that takes a part of it
     disk = SimpleNamespace(free=needs.peer_disk + needs.peer_disk_free - 100)

@@ -21,7 +21,6 @@ MINE, ROUTER = "192.168.1.5", "203.0.113.7"
         (health.disk_finding(1000, Path("here")), Health.PROBLEM),
         (health.memory_finding(4 * GIB), Health.OK),
         (health.memory_finding(GIB // 2), Health.NOTE),
-        (health.memory_finding(None), Health.NOTE),
         (health.clock_finding(0.2), Health.OK),
         (health.clock_finding(-40.0), Health.NOTE),
         (health.reach_finding("203.0.113.7", 4001, is_dialed=True), Health.OK),

@@ -111,29 +111,59 @@ def deadline(step_s: Sequence[float], *, inner_steps: int) -> list[int]:
     if inner_steps < 1:
         raise ValueError(f"expected at least one inner step, got {inner_steps}")
     window_s = inner_steps * median_low(step_s)
+    return [bounded(window_s / s, inner_steps=inner_steps) for s in step_s]
+
+
+def bounded(steps: float, *, inner_steps: int) -> int:
+    """Return the whole number of steps nearest to `steps` that a window may have by `deadline`."""
     shortest = max(1, math.ceil(SLOWEST * inner_steps))
     longest = math.floor(FASTEST * inner_steps)
-    return [min(max(round(window_s / s), shortest), longest) for s in step_s]
+    # Rounded last: a claim of 1e-320 s a step makes an infinite number of steps.
+    return round(min(max(steps, shortest), longest))
 
 
-def until_others_end(left_s: float, others_s: Sequence[float], *, window_s: float) -> float:
+@dataclass(frozen=True, kw_only=True)
+class WindowEnd:
+    """When another peer's window ends, as it has reported."""
+
+    step_s: float
+    """Its seconds per step."""
+    in_s: float
+    """Seconds from now; below 0 if the window should have ended since."""
+
+
+def until_others_end(
+    left_s: float, others: Sequence[WindowEnd], *, window_s: float, step_s: float
+) -> float:
     """Return how long a window should last from now on to end with most of the others'.
 
     A peer that joins, or that took a commit late, begins its window in the middle of theirs. After
     a whole window it would wait for them as long as it was late. So it ends this one with theirs
-    or with their next, whichever is nearer, and from then on all are in step.
+    or with their next, whichever is nearer, and from then on all are in step. Peers whose windows
+    are at a bound of `deadline` have windows of another duration, and are left alone.
 
     Args:
         left_s: seconds until this peer's window ends by itself.
-        others_s: seconds until other peers' windows end; below 0 if one should have ended.
+        others: peers at the same position.
         window_s: seconds of a window, of this peer's as of the others'.
+        step_s: this peer's seconds per step. A report is about as old, so no window is shifted by
+            less.
     """
-    if not others_s:
-        return left_s
+    median_s = median_low([step_s, *(other.step_s for other in others)])
     half_s = window_s / 2
-    by_s = [(other_s - left_s + half_s) % window_s - half_s for other_s in others_s]
+    by_s = [
+        (other.in_s - left_s + half_s) % window_s - half_s
+        for other in others
+        if _keeps_up(other.step_s, median_s)
+    ]
+    if not by_s or not _keeps_up(step_s, median_s):
+        return left_s
     shift_s = median_low(by_s)
-    return left_s + shift_s if abs(shift_s) > IN_STEP * window_s else left_s
+    return left_s + shift_s if abs(shift_s) > max(IN_STEP * window_s, step_s) else left_s
+
+
+def _keeps_up(step_s: float, median_s: float) -> bool:
+    return SLOWEST <= median_s / step_s <= FASTEST
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -33,6 +33,7 @@ from atoll.dht.tasks import KeptTasks
 from atoll.dht.upnp import Forwarding
 from atoll.optim.log.entry import Elector
 from atoll.optim.log.replica import Compute
+from atoll.optim.schedules import WindowEnd
 from atoll.optim.state.layout import Layout
 from atoll.optim.state.outer_state import Assembly, OuterState
 from atoll.peer.daemon.background import background_threads
@@ -275,9 +276,9 @@ class Peer:
         """Return the seconds a step takes each other trainer that reports them; in any thread."""
         return self._env.neighbours.paces_s()
 
-    def ends_s(self) -> list[float]:
-        """Return in how many seconds the windows of other trainers here end; in any thread."""
-        return self._env.neighbours.ends_s(self.position)
+    def window_ends(self) -> list[WindowEnd]:
+        """Return when the windows of other trainers at this position end; in any thread."""
+        return self._env.neighbours.window_ends(self.position)
 
     def validates(self, position: int) -> bool:
         """Return whether it is this peer's turn to validate a position; in any thread."""

@@ -262,7 +262,7 @@ def _train(options: RunOptions, reducer: RunReducer, narrator: Narrator, stop: S
             run,
             validates=peer.validates,
             paces_s=peer.paces_s,
-            ends_s=peer.ends_s,
+            window_ends=peer.window_ends,
             is_over=lambda: reducer.progress.is_over(peer.position),
         ),
     )

@@ -63,9 +63,10 @@ from atoll.peer.training.statistics import (
 )
 
 MAX_SKIPS = 10  # a bad batch costs one step; corrupted parameters cost every step that follows
-# Of a window, after which it is compared with the others': by then a heartbeat, each 5 s, has told
-# of the windows that began with this one, unless they are shorter than 50 s.
-SHIFTED_AT = 0.1
+# Shares of a window between which it is compared with the others', once. At the first, a record,
+# each 5 s, has told of the windows that began with this one, unless they are shorter than 50 s.
+# After the second, as of a peer started again near a window's end, few steps are left to shift.
+SHIFTED_FROM, SHIFTED_TO = 0.1, 0.5
 MAX_DROPPED = 5  # windows; so many in a row are a fault of the data or the settings, not bad luck
 SAVE_SHARE = 0.02  # of the time: for the copy in the trainer's thread, and for the disk beside it
 VALID_BATCHES = 16  # 16k tokens of nano: half a second on one core
@@ -110,8 +111,8 @@ class TrainerOptions:
     """Fraction of time to spend training; the trainer sleeps for the rest after each step."""
     paces_s: Callable[[], Sequence[float]] = tuple
     """Returns the seconds per step that other peers report."""
-    ends_s: Callable[[], Sequence[float]] = tuple
-    """Returns in how many seconds the windows of other peers at this position end."""
+    window_ends: Callable[[], Sequence[schedules.WindowEnd]] = tuple
+    """Returns when the windows of other peers at this position end."""
     is_over: Callable[[], bool] = lambda: False
     """Returns whether the run is complete, which a peer within a window may not know yet."""
     ranks: OneRank = field(default_factory=OneRank)
@@ -186,6 +187,8 @@ class Trainer:
         self._recent: deque[tuple[float, int]] = deque(maxlen=RATE_STEPS + 1)
         self._steps_s: deque[float] = deque(maxlen=SHARE_STEPS)
         self._pace = StepPace()
+        self._steps_here = 0
+        """steps of this process, whose first ones are slow, also after a restart"""
         self._is_in_step = False
         """whether this window was compared with the others'"""
         self._times = RecentTimes()
@@ -271,9 +274,9 @@ class Trainer:
         """
         if self._began_s is None:
             self._began_s, self._before = self.options.clock(), self.worker.statistics()
-        if self.worker.step_in_window == 0 or self._progress.steps == WARM_STEPS:
+        if self.worker.step_in_window == 0 or self._steps_here == WARM_STEPS:
             busy_s = self.options.clock() - self.worker.statistics().wait_s
-            self._pace.measure(busy_s, self._progress.steps)
+            self._pace.measure(busy_s, self._steps_here)
         self._size_window()
         # Dropout of this step follows from its name, so a restart repeats it.
         name = f"{self.spec.run.seed}/{self._name}/{self._progress.steps}"
@@ -284,6 +287,7 @@ class Trainer:
         gradient = self.learner.gradient(batches, step=self.schedule_step, seed=seed)
         self._rest(self.options.clock() - began_s)
         self._progress.steps += 1
+        self._steps_here += 1
         self._progress.since_commit += 1
         step_s = self.options.clock() - began_s
         if gradient.is_finite:
@@ -479,26 +483,34 @@ class Trainer:
         starts = self.worker.step_in_window == 0
         if starts:
             self._is_in_step = False
-        # Windows of several fragments end in turn, so that a peer out of step waits for little.
-        is_compared = self._is_in_step or len(self.worker.fragments) > 1
-        is_due = self.worker.step_in_window >= SHIFTED_AT * self.worker.inner_steps
-        shifts = is_due and not is_compared
-        if (starts or shifts) and self._ranks.agreed(self._statistics.pace_s > 0):
-            self._is_in_step = shifts
+        if (starts or self._may_shift()) and self._ranks.agreed(self._statistics.pace_s > 0):
+            self._is_in_step = not starts
             own, *_ = schedules.deadline(self._paces_s(), inner_steps=common)
-            self.worker.resize(self._ranks.agreed(self._in_step(own) if shifts else own))
+            own = own if starts else self._in_step(own, common)
+            self.worker.resize(self._ranks.agreed(own))
+
+    def _may_shift(self) -> bool:
+        """Return whether this window may still be compared with the others'."""
+        # Windows of several fragments end in turn, so that a peer out of step waits for little.
+        if self._is_in_step or len(self.worker.fragments) > 1:
+            return False
+        done = self.worker.step_in_window / self.worker.inner_steps
+        return SHIFTED_FROM <= done <= SHIFTED_TO
 
     def _paces_s(self) -> list[float]:
         # The other ranks of this peer, whose figures nobody uses, may have no pace yet.
         return [self._statistics.pace_s or 1.0, *self.options.paces_s()]
 
-    def _in_step(self, own: int) -> int:
+    def _in_step(self, own: int, common: int) -> int:
         """Return how many of `own` steps this window should have to end with the others'."""
-        window_s = own * (self._statistics.pace_s or 1.0)
+        step_s = self._statistics.step_s or 1.0  # in which others report their ends
+        window_s = own * step_s
         # `resize` keeps the share of the window that is done, so the whole scales by what is left.
         left_s = window_s * self.worker.steps_left / self.worker.inner_steps
-        until_s = schedules.until_others_end(left_s, self.options.ends_s(), window_s=window_s)
-        return max(1, round(own * until_s / left_s))
+        until_s = schedules.until_others_end(
+            left_s, self.options.window_ends(), window_s=window_s, step_s=self._paces_s()[0]
+        )
+        return schedules.bounded(own * until_s / left_s, inner_steps=common)
 
     def _take(self, loss: float, tokens: int) -> None:
         self._progress.skips_in_a_row = 0
@@ -612,7 +624,8 @@ class Trainer:
     def _measure(self, step_s: float) -> None:
         self._recent.append((self.options.clock(), self._progress.tokens))
         (first_s, first), (last_s, last) = self._recent[0], self._recent[-1]
-        if self._progress.steps > WARM_STEPS:
+        is_warm = self._steps_here > WARM_STEPS
+        if self._steps_here > WARM_STEPS + 1:
             # A step of minutes means a suspended process; others would expect this peer to be late.
             usual_s = self._statistics.step_s or step_s
             step_s = 0.9 * usual_s + 0.1 * min(step_s, LONGER * usual_s)
@@ -622,7 +635,7 @@ class Trainer:
             phase=TrainerPhase.TRAINING,
             tokens_per_s=(last - first) / (last_s - first_s) if last_s > first_s else 0.0,
             step_s=step_s,
-            pace_s=self._pace.step_s or (step_s if self._progress.steps > WARM_STEPS else 0.0),
+            pace_s=self._pace.step_s or (step_s if is_warm else 0.0),
             ready_in_s=left * step_s,
             learning_rate=self.learner.optimizer.param_groups[0]["lr"],
         )

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from atoll.optim import schedules
-from atoll.optim.schedules import QSR, Rate
+from atoll.optim.schedules import QSR, Rate, WindowEnd
 
 
 def test_qsr_grows_with_the_square_of_the_inverse_rate():
@@ -30,6 +30,7 @@ def test_unequal_peers_arrive_together():
 def test_windows_stay_within_half_to_twice_the_median():
     assert schedules.deadline([0.01, 0.1, 10.0], inner_steps=30) == [60, 30, 15]
     assert schedules.deadline([1.0, 1.0, 4.0], inner_steps=1) == [1, 1, 1]
+    assert schedules.deadline([1.0, 1.0, 1e-320], inner_steps=30) == [30, 30, 60]  # a lie
 
 
 def test_peers_of_about_one_speed_take_the_same_window():
@@ -48,13 +49,31 @@ def test_peers_of_about_one_speed_take_the_same_window():
     ],
 )
 def test_a_peer_out_of_step_ends_its_window_with_the_others(others_s, expected):
-    until_s = schedules.until_others_end(45.0, others_s, window_s=50.0)
-    assert until_s == pytest.approx(expected)
+    assert until_others_end(others_s) == pytest.approx(expected)
+
+
+def until_others_end(others_s, *, step_s=1.0, other_step_s=1.0):
+    others = [WindowEnd(step_s=other_step_s, in_s=in_s) for in_s in others_s]
+    return schedules.until_others_end(45.0, others, window_s=50.0, step_s=step_s)
 
 
 @given(st.floats(-1e15, 1e15))
 def test_a_claim_moves_the_end_of_a_window_by_half_of_it_at_most(claim_s):
-    assert 20.0 <= schedules.until_others_end(45.0, [claim_s], window_s=50.0) <= 70.0
+    assert 20.0 <= until_others_end([claim_s]) <= 70.0
+
+
+def test_a_window_at_a_bound_is_of_another_duration_and_stays_as_it_is():
+    assert until_others_end([30.0] * 3, step_s=2.1) == 45.0
+    assert until_others_end([30.0] * 3, step_s=0.4) == 45.0
+    assert until_others_end([30.0] * 3, step_s=1.9) == 30.0
+    slow = [WindowEnd(step_s=2.1, in_s=20.0)] * 2
+    others = [WindowEnd(step_s=1.0, in_s=30.0)] * 2
+    assert schedules.until_others_end(45.0, [*slow, *others], window_s=50.0, step_s=1.0) == 30.0
+
+
+def test_reports_are_no_more_exact_than_a_step():
+    assert until_others_end([39.0] * 3, step_s=7.0, other_step_s=7.0) == 45.0
+    assert until_others_end([39.0] * 3) == 39.0
 
 
 @pytest.mark.parametrize(

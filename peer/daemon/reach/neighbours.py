@@ -22,6 +22,7 @@ from atoll.dht.roster import PeerRecord, Roster, RosterError, RosterRole
 from atoll.dht.tasks import together
 from atoll.dht.transport import TransportError
 from atoll.optim.log.entry import Elector
+from atoll.optim.schedules import WindowEnd
 from atoll.peer.daemon.options import LinkRates
 from atoll.peer.daemon.reach.reachability import Reachability
 from atoll.peer.daemon.reducer import TrainerView
@@ -38,14 +39,17 @@ class PortInUse(ValueError):
     """An address that cannot be listened on."""
 
 
-def window_ends_s(records: Iterable[PeerRecord], position: int, now_s: float) -> list[float]:
-    """Return in how many seconds the windows of the trainers at a position end.
+def window_ends(records: Iterable[PeerRecord], position: int, now_s: float) -> list[WindowEnd]:
+    """Return when the windows of the trainers at a position end.
 
-    Below 0 where one should have ended since its peer's last record. Peers at another position are
-    in another window, and one that does not know its pace does not know its end.
+    Peers at another position are in another window, and one that does not know its pace does not
+    know its end.
     """
     return [
-        record.ready_in_s - (now_s - (record.expires_at - RECORD_TTL_S))
+        WindowEnd(
+            step_s=record.step_s,
+            in_s=record.ready_in_s - (now_s - (record.expires_at - RECORD_TTL_S)),
+        )
         for record in records
         if record.role == "trainer" and record.position == position and record.step_s > 0
     ]
@@ -213,7 +217,7 @@ class Neighbours:
         others = (r for r in self.roster.seen if r.peer_id != self._me.peer_id)
         return [r.step_s for r in others if r.role == "trainer" and r.step_s > 0]
 
-    def ends_s(self, position: int) -> list[float]:
-        """Return `window_ends_s` of the other trainers; in any thread."""
+    def window_ends(self, position: int) -> list[WindowEnd]:
+        """Return when the windows of the other trainers at a position end; in any thread."""
         others = (r for r in self.roster.seen if r.peer_id != self._me.peer_id)
-        return window_ends_s(others, position, clock.now_s())
+        return window_ends(others, position, clock.now_s())

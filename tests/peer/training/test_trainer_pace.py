@@ -6,6 +6,7 @@ import torch
 
 from atoll.coordinator.run.spec import RunSpec, SpecError
 from atoll.optim.inprocess.rounds import InProcessGroup, in_process
+from atoll.optim.schedules import WindowEnd
 from atoll.peer.training.data import load as data
 from atoll.peer.training.statistics import StepPace
 from atoll.peer.training.trainer import Trainer, TrainerOptions
@@ -47,7 +48,7 @@ class Clock:
 class Crew:
     """Trainers of one run in one process; each knows the paces that the others report."""
 
-    def __init__(self, corpus, steps_s, *, windows="deadline", claims=(), ends_s=tuple, **outer):
+    def __init__(self, corpus, steps_s, *, windows="deadline", claims=(), **outer):
         self.spec = RunSpec.from_dict(
             {
                 "run": {"rounds": 20, "seed": 3},
@@ -57,7 +58,7 @@ class Crew:
                 "outer": {"inner_steps": H, "windows": windows} | outer,
             }
         )
-        self.claims, self.ends_s = list(claims), ends_s
+        self.claims, self.ends_s = list(claims), tuple
         self.clocks = [Clock() for _ in steps_s]
         self.group = in_process(len(steps_s), self.spec.method())
         self.trainers = [self._trainer(corpus, index) for index in range(len(steps_s))]
@@ -71,7 +72,7 @@ class Crew:
             validate_every=1,
             clock=self.clocks[index],
             paces_s=lambda: self._paces_but(index),
-            ends_s=lambda: self.ends_s(),
+            window_ends=lambda: [WindowEnd(step_s=1.0, in_s=s) for s in self.ends_s()],
         )
         return Trainer(self.spec, self.group.member(index), options, corpus=corpus)
 
@@ -125,6 +126,37 @@ def test_each_window_is_compared_with_the_others_once(corpus):
     for _ in range(3):
         crew.window()
     assert asked == [4, 4, 4]
+
+
+def test_a_peer_that_begins_again_near_the_end_of_its_window_shifts_nothing(corpus):
+    crew = Crew(corpus, [1.0], inner_steps=40)
+    (trainer,) = crew.trainers
+    for _ in range(35):
+        trainer.step()
+    trainer._is_in_step = False  # as in a new process
+    crew.ends_s = lambda: [20.0]
+    for _ in range(4):
+        trainer.step()
+    assert crew.lengths == [40]
+
+
+def test_a_restart_measures_no_slow_first_step(corpus):
+    crew = Crew(corpus, [1.0], inner_steps=40)
+    (trainer,), (clock,) = crew.trainers, crew.clocks
+    trainer._progress.steps = 1000  # as it was saved
+    gradient = trainer.learner.gradient
+
+    def slow_gradient(batches, *, step, seed):
+        clock.now_s += 30.0
+        trainer.learner.gradient = gradient
+        return gradient(batches, step=step, seed=seed)
+
+    trainer.learner.gradient = slow_gradient
+    for _ in range(2):
+        trainer.step()
+        assert trainer.statistics().pace_s == 0.0
+    trainer.step()
+    assert trainer.statistics().pace_s == trainer.statistics().step_s == 1.0
 
 
 def test_equal_windows_stay_equal(corpus):

@@ -3,7 +3,7 @@
 import pytest
 
 from atoll.dht.roster import PeerRecord
-from atoll.peer.daemon.reach.neighbours import RECORD_TTL_S, is_turn, window_ends_s
+from atoll.peer.daemon.reach.neighbours import RECORD_TTL_S, is_turn, window_ends
 from atoll.peer.rounds.messages import PROTOCOL
 
 
@@ -26,12 +26,12 @@ def test_a_window_ends_by_the_last_record_of_its_peer():
     now_s = 1000.0
     old = record(expires_at=now_s + RECORD_TTL_S - 4.0)
     overdue = record(ready_in_s=3.0, expires_at=now_s + RECORD_TTL_S - 10.0)
-    assert window_ends_s([old, overdue], 7, now_s) == [26.0, -7.0]
+    assert [end.in_s for end in window_ends([old, overdue], 7, now_s)] == [26.0, -7.0]
 
 
 @pytest.mark.parametrize("told", [{"role": "keeper"}, {"position": 6}, {"step_s": 0.0}])
 def test_who_is_in_no_window_of_this_position_has_no_end(told):
-    assert window_ends_s([record(expires_at=1000.0, **told)], 7, 0.0) == []
+    assert window_ends([record(expires_at=1000.0, **told)], 7, 0.0) == []
 
 
 @pytest.mark.parametrize("names", [["a"], ["b", "a"], ["c", "a", "b", "a"]])

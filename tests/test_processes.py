@@ -88,7 +88,8 @@ class Child:
         self.heed = lambda event: None  # called with each event, in the reader's thread
         with self.log.open("a") as log:
             self._process = Forked(*arguments, stdout=subprocess.PIPE, stderr=log, cwd=folder)
-        threading.Thread(target=self._read, daemon=True).start()
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
 
     def _read(self):
         with self._process.stdout as lines:
@@ -132,6 +133,7 @@ class Child:
     def wait(self, timeout_s=STOP_S):
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(timeout_s)
+            self._reader.join(timeout_s)  # its last words may still be on their way
         return self._process.poll()
 
 

@@ -128,7 +128,7 @@ def test_each_window_is_compared_with_the_others_once(corpus):
     assert asked == [4, 4, 4]
 
 
-def test_a_peer_that_begins_again_near_the_end_of_its_window_shifts_nothing(corpus):
+def test_a_restart_near_the_end_of_a_window_shifts_nothing(corpus):
     crew = Crew(corpus, [1.0], inner_steps=40)
     (trainer,) = crew.trainers
     for _ in range(35):

@@ -133,7 +133,8 @@ class Child:
     def wait(self, timeout_s=STOP_S):
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(timeout_s)
-            self._reader.join(timeout_s)  # its last words may still be on their way
+            if threading.current_thread() is not self._reader:  # which may kill it in `heed`
+                self._reader.join(timeout_s)  # its last words may still be on their way
         return self._process.poll()
 
 

@@ -88,8 +88,7 @@ class Child:
         self.heed = lambda event: None  # called with each event, in the reader's thread
         with self.log.open("a") as log:
             self._process = Forked(*arguments, stdout=subprocess.PIPE, stderr=log, cwd=folder)
-        self._reader = threading.Thread(target=self._read, daemon=True)
-        self._reader.start()
+        threading.Thread(target=self._read, daemon=True).start()
 
     def _read(self):
         with self._process.stdout as lines:
@@ -133,8 +132,6 @@ class Child:
     def wait(self, timeout_s=STOP_S):
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(timeout_s)
-            if threading.current_thread() is not self._reader:  # which may kill it in `heed`
-                self._reader.join(timeout_s)  # its last words may still be on their way
         return self._process.poll()
 
 
@@ -361,7 +358,7 @@ def test_a_peer_that_is_stopped_leaves_the_roster_and_resumes(run):
     began_s = time.monotonic()
     assert peer.terminate() == 0
     assert time.monotonic() - began_s < STOP_S
-    assert peer.said("left the run", kind="stopped")
+    until(lambda: peer.said("left the run", kind="stopped"), "its last words to be read")
     left = run.status()
     shown = next(p for p in left.peers if p.name == "cas")
     assert shown.state == "left"

@@ -50,13 +50,14 @@ def _of_group(version: tuple[str, str, str, str], group: str) -> Iterator[tuple[
     for part in (path, *path.parents):
         place = CONTROLLERS / folder / part
         with suppress(OSError, ValueError):  # the root has no limit; "max" is none
-            limit_bytes, used_bytes = (int((place / name).read_text()) for name in (limit, used))
-            yield limit_bytes, used_bytes - _stat(place / "memory.stat", cached)
+            limit_bytes = int((place / limit).read_text())
+            yield limit_bytes, _used(place, used, cached)
 
 
-def _stat(path: Path, name: str) -> int:
-    for line in path.read_text().splitlines():
-        key, _, value = line.partition(" ")
-        if key == name:
-            return int(value)
+def _used(place: Path, used: str, cached: str) -> int:
+    """Return the bytes in use that the kernel would not give up; 0 if that cannot be read."""
+    with suppress(OSError, ValueError):
+        used_bytes = int((place / used).read_text())
+        stat = dict(line.split(" ", 1) for line in (place / "memory.stat").read_text().splitlines())
+        return used_bytes - int(stat.get(cached, 0))
     return 0

@@ -63,9 +63,9 @@ from atoll.peer.training.statistics import (
 )
 
 MAX_SKIPS = 10  # a bad batch costs one step; corrupted parameters cost every step that follows
-# Shares of a window between which it is compared with the others', once. At the first, a record,
-# each 5 s, has told of the windows that began with this one, unless they are shorter than 50 s.
-# After the second, as of a peer started again near a window's end, few steps are left to shift.
+# Shares of a window between which it is compared with the others', once. By the first, the others'
+# records, renewed each 5 s, tell of the windows that began with this one (if those last 50 s or
+# more). After the second too few steps are left: a peer may start again near its window's end.
 SHIFTED_FROM, SHIFTED_TO = 0.1, 0.5
 MAX_DROPPED = 5  # windows; so many in a row are a fault of the data or the settings, not bad luck
 SAVE_SHARE = 0.02  # of the time: for the copy in the trainer's thread, and for the disk beside it

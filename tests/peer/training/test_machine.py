@@ -50,6 +50,13 @@ def test_what_the_kernel_would_give_up_is_free(own, tmp_path):
     assert memory_free() == 9_000
 
 
+def test_a_limit_holds_although_its_use_cannot_be_read(own, tmp_path):
+    own.write_text("0::/one\n")
+    put(tmp_path / "one", V2, 20_000, 15_000)
+    (tmp_path / "one" / "memory.stat").unlink()
+    assert (memory_total(), memory_free()) == (20_000, 20_000)
+
+
 def test_a_container_may_know_its_group_by_the_name_outside_alone(own, tmp_path):
     own.write_text("5:cpu:/there\n4:memory:/docker/1234\n0::/\n")
     put(tmp_path / "memory", V1, 30_000, 31_000)  # mounted as the root; use may pass the limit

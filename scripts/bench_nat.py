@@ -54,7 +54,9 @@ JOINED_S, RATIO, SHARE, COST_S, UTILISATION = 20.0, 1.3, 0.1, 5.0, 0.95
 SOAK_KINDS: tuple[Behind, ...] = ("port-restricted", "restricted", "symmetric", "double")
 STRIKE_EVERY_S = 120.0
 STEP_MS = 1000.0
-COMPUTED_MS = 60.0  # of a step of `nano` on one of these cores
+COMPUTED_MS = 100.0  # of a step of this model and batch on one of these cores
+SOAK_MODEL = "mini"  # 10.7M parameters
+SOAK_TOKENS = 32  # a step: all peers compute on this machine's cores
 MARKS = ("<!-- rows of nat.json -->", "<!-- end of rows -->")
 ATOLL = (sys.executable, "-m", "atoll.peer.cli.main")
 PEERS = 4
@@ -91,7 +93,7 @@ class Paced(nn.Module):
 
 @model
 def build(*, vocab_size, seq_len):
-    config = preset("nano", %(sizes)r, vocab_size=vocab_size, seq_len=seq_len)
+    config = preset(%(preset)r, %(sizes)r, vocab_size=vocab_size, seq_len=seq_len)
     return Paced(config)
 """
 LARGE = {"dim": 384, "num_layers": 5, "num_heads": 6, "ffn_dim": 1206}  # 10M parameters
@@ -207,7 +209,7 @@ class Case:
 
     def large(self, rounds: int) -> RunSpec:
         """Return a run of 10M parameters with windows of three seconds, of the model above."""
-        self.write_model(LARGE_WAIT_S, LARGE)
+        self.write_model(LARGE_WAIT_S, "nano", LARGE)
         return self.placed(
             RunSpec.from_dict(
                 {
@@ -220,19 +222,25 @@ class Case:
             )
         )
 
-    def write_model(self, wait_s: float, sizes: dict[str, int]) -> None:
-        """Write a model of these sizes, of which each step waits before it computes."""
-        (self.folder / "paced.py").write_text(MODEL % {"wait_s": wait_s, "sizes": sizes})
+    def write_model(self, wait_s: float, preset: str, sizes: dict[str, int]) -> None:
+        """Write a model, of which each step waits before it computes."""
+        told = {"wait_s": wait_s, "preset": preset, "sizes": sizes}
+        (self.folder / "paced.py").write_text(MODEL % told)
 
     def advised(self, step_ms: float) -> RunSpec:
-        """Return the run that `atoll init` advises for these links, with steps of that time."""
+        """Return the run that `atoll init` advises for 10M parameters, these links and steps."""
         path = self.folder / "advised.toml"
         words = [*ATOLL, "init", str(path), "--peers", str(PEERS), "--mbit", f"{SOAK_MBIT:g}"]
-        subprocess.run([*words, "--step-ms", f"{step_ms:g}"], check=True, stdout=subprocess.DEVNULL)
-        self.write_model(max(0.0, step_ms - COMPUTED_MS) / 1e3, {})
+        words += ["--model", SOAK_MODEL, "--step-ms", f"{step_ms:g}"]
+        subprocess.run(words, check=True, stdout=subprocess.DEVNULL)
+        self.write_model(max(0.0, step_ms - COMPUTED_MS) / 1e3, SOAK_MODEL, {})
         spec = self.placed(RunSpec.load(path))
-        model = spec.model.model_copy(update={"custom": CUSTOM})
-        return spec.model_copy(update={"model": model})
+        small = {
+            "model": spec.model.model_copy(update={"custom": CUSTOM}),
+            "data": spec.data.model_copy(update={"seq_len": SOAK_TOKENS}),
+            "inner": spec.inner.model_copy(update={"batch_size": 1}),
+        }
+        return spec.model_copy(update=small)
 
     def placed(self, spec: RunSpec) -> RunSpec:
         """Return a spec with the lab's address, this bench's text, and a start with all peers."""
@@ -371,9 +379,10 @@ def measure(topology: Topology, *, is_one_port: bool) -> Row:
 class Soak:
     """A long run of peers that are all behind routers."""
 
+    model: str
     method: str
     step_ms: float
-    """that the advice was asked for; 0: `atoll init` timed a step"""
+    """that the advice was asked for"""
     minutes: float
     rounds: int
     kills: int
@@ -458,6 +467,7 @@ def soak(minutes: float, step_ms: float, seed: int = 1) -> Soak:
     for peer in status["peers"]:
         chains.setdefault(peer["position"], set()).add(peer["chain"])
     return Soak(
+        model=SOAK_MODEL,
         method=f"{spec.outer.method}, {spec.outer.inner_steps} steps",
         step_ms=step_ms,
         minutes=minutes,
@@ -681,9 +691,9 @@ def killed_table(found: dict[str, Any]) -> str:
 def soak_table(found: dict[str, Any]) -> str:
     """Return the long run as Markdown."""
     return (
-        "| long run | method | rounds | kills, moves | longest gap, s | utilisation | counted | "
-        f"chains | date, commit |\n{'|---' * 9}|\n"
-        f"| {found['minutes']:g} min | {found['method']} | {found['rounds']} "
+        "| long run | model | method | rounds | kills, moves | longest gap, s | utilisation "
+        f"| counted | chains | date, commit |\n{'|---' * 10}|\n"
+        f"| {found['minutes']:g} min | {found['model']} | {found['method']} | {found['rounds']} "
         f"| {found['kills']}, {found['moves']} | {found['longest_s']:.0f} "
         f"| {found['utilisation']:.1%} | {found['counted']:.0%} | {found['chains']} "
         f"| {found['date']}, {found['commit']} |"

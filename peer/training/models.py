@@ -27,6 +27,12 @@ function is called with the spec's overrides only::
     @model(tokens=False)
     def build(**overrides) -> torch.nn.Module: ...
 
+A model that a run may cut into stages is given as slices: a function for each, which builds it. A
+peer calls only those of its own stage (`atoll.peer.training.stages` has the contract)::
+
+    @model(slices=True)
+    def build(*, vocab_size: int, seq_len: int, **overrides) -> list[Callable[[], nn.Module]]: ...
+
 Peers share only floating-point parameters with `requires_grad`, not buffers, so a model must not
 keep anything it learns in a buffer.
 
@@ -40,10 +46,10 @@ import importlib.util
 import inspect
 import math
 import sys
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any, TypeVar, cast, overload
+from typing import Any, Literal, TypeVar, cast, overload
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -54,11 +60,19 @@ from atoll.peer.errors import ModelError
 
 Builder = TypeVar("Builder", bound=Callable[..., nn.Module])
 
+SliceBuilder = Callable[[], nn.Module]
+"""Builds one slice of a model that can be cut into stages."""
+
+Slicer = TypeVar("Slicer", bound=Callable[..., Sequence[SliceBuilder]])
+
 _marked: set[object] = set()
 """Functions with the mark, by identity: an attribute would pass to what copies or wraps them."""
 
 _without_tokens: set[object] = set()
 """Marked functions whose models take something other than tokens."""
+
+_in_slices: set[object] = set()
+"""Marked functions that return the builders of a model's slices instead of the model."""
 
 INIT_STD = 0.02  # GPT-2's; larger values make the first steps of wide models unstable
 
@@ -253,15 +267,7 @@ class Decoder(nn.Module):
         self.head = nn.Linear(config.dim, config.vocab_size, False)
         if config.tied:
             self.head.weight = self.embedding.weight
-        self._initialise()
-
-    def _initialise(self) -> None:
-        """Draw all matrices from a normal distribution, residual outputs from a narrower one."""
-        residual_std = INIT_STD / math.sqrt(2 * self.config.num_layers)
-        for name, param in self.named_parameters():
-            if param.dim() > 1:
-                std = residual_std if name.endswith("out.weight") else INIT_STD
-                nn.init.normal_(param, std=std)
+        initialise_(self, config)
 
     def forward(self, tokens_BT: Tensor, targets_BT: Tensor | None = None) -> Tensor:
         """Return the logits of the next tokens, or the loss if targets are given.
@@ -297,6 +303,18 @@ class Decoder(nn.Module):
         if targets_BT is None:
             return cast(Tensor, self.head(x_BTD))
         return loss_after(self.head, x_BTD, targets_BT, width=self.config.vocab_size)
+
+
+def initialise_(module: nn.Module, config: ModelConfig) -> None:
+    """Draw the matrices of a decoder, or of a part of one, from normal distributions.
+
+    The output matrices of residual branches have a narrower one.
+    """
+    residual_std = INIT_STD / math.sqrt(2 * config.num_layers)
+    for name, param in module.named_parameters():
+        if param.dim() > 1:
+            std = residual_std if name.endswith("out.weight") else INIT_STD
+            nn.init.normal_(param, std=std)
 
 
 def same_document(tokens_BT: Tensor, end: int) -> Tensor:
@@ -443,7 +461,12 @@ def model(function: Builder) -> Builder: ...
 def model(*, tokens: bool = True) -> Callable[[Builder], Builder]: ...
 
 
-def model(function: Any = None, *, tokens: bool = True) -> Any:  # the overloads give the types
+@overload
+def model(*, slices: Literal[True]) -> Callable[[Slicer], Slicer]: ...
+
+
+# The overloads give the types.
+def model(function: Any = None, *, tokens: bool = True, slices: bool = False) -> Any:
     """Mark a function of your own that builds a model, so that a run may name it.
 
     The mark keeps a run from calling anything else that its module contains or imports. It does not
@@ -453,12 +476,16 @@ def model(function: Any = None, *, tokens: bool = True) -> Any:  # the overloads
         function: the function, if the mark has no arguments.
         tokens: False for a model that takes something other than tokens; only training loops of
             your own can train it.
+        slices: True for a function that returns a list of functions, each of which builds one
+            slice of the model; such a model takes tokens.
     """
 
     def mark(builder: Builder) -> Builder:
         _marked.add(builder)
         if not tokens:
             _without_tokens.add(builder)
+        if slices:
+            _in_slices.add(builder)
         return builder
 
     return mark if function is None else mark(function)
@@ -499,6 +526,11 @@ def build(
         if custom is None:
             return Decoder(preset(preset_name, overrides, vocab_size=vocab_size, seq_len=seq_len))
         function = _find_custom(custom, allowed, source_sha256)
+        if function in _in_slices:
+            raise ModelError(
+                f"model {custom!r} gives slices, for a run that is cut into stages; set stages in "
+                "[topology], or name a function marked with @model that returns the whole model"
+            )
         keywords = dict(overrides or {})
         takes_tokens = function not in _without_tokens
         if takes_tokens:
@@ -509,10 +541,56 @@ def build(
                 "it; join with `connect` (docs/library.md) instead of `atoll peer`"
             )
         model = _call_custom(custom, function, keywords)
+        if not isinstance(model, nn.Module):
+            raise ModelError(
+                f"model {custom!r} must return a torch.nn.Module, got {type(model).__name__}"
+            )
         _check_parameters(custom, model)
         if takes_tokens:
             _check_shapes(custom, model, seq_len)
         return model
+
+
+def slice_builders(
+    custom: str,
+    *,
+    overrides: Mapping[str, Any] | None = None,
+    vocab_size: int,
+    seq_len: int,
+    allowed: Collection[str] = (),
+    source_sha256: str | None = None,
+) -> Sequence[SliceBuilder]:
+    """Return the functions that build the slices of a custom model; call none of them.
+
+    Args: as `build`.
+
+    Raises:
+        ModelError: the model is not usable, or cannot be cut into stages.
+    """
+    function = _find_custom(custom, allowed, source_sha256)
+    if function not in _in_slices:
+        raise ModelError(
+            f"model {custom!r} cannot be cut into stages: its function returns the whole model; "
+            "name one marked with @model(slices=True) that returns a list of functions, each of "
+            "which builds a slice, or remove stages from [topology]"
+        )
+    keywords = {"vocab_size": vocab_size, "seq_len": seq_len, **(overrides or {})}
+    with torch.random.fork_rng(devices=[]), torch.device("cpu"):
+        builders = _call_custom(custom, function, keywords)
+    if not isinstance(builders, (list, tuple)):
+        raise ModelError(
+            f"model {custom!r} must return a list with a function for each slice, got "
+            f"{type(builders).__name__}"
+        )
+    for index, builder in enumerate(builders):
+        # A module can be called too, but it exists already, and every peer would hold it.
+        if isinstance(builder, nn.Module) or not callable(builder):
+            raise ModelError(
+                f"slice {index} of model {custom!r} must be a function that builds it, got "
+                f"{type(builder).__name__}; write `lambda: Module(...)` or functools.partial, so "
+                "that a peer builds the slices of its own stage alone"
+            )
+    return builders
 
 
 def expect_allowed(custom: str, allowed: Collection[str]) -> None:
@@ -588,19 +666,14 @@ def _cannot_import(custom: str, reason: str) -> ModelError:
 
 def _call_custom(
     custom: str, function: Callable[..., object], keywords: Mapping[str, Any]
-) -> nn.Module:
+) -> object:
     try:
-        model = function(**keywords)
+        return function(**keywords)
     except Exception as error:
         raise ModelError(
             f"model {custom!r} failed when called with {', '.join(keywords)} as keywords: "
             f"{type(error).__name__}: {error}"
         ) from error
-    if not isinstance(model, nn.Module):
-        raise ModelError(
-            f"model {custom!r} must return a torch.nn.Module, got {type(model).__name__}"
-        )
-    return model
 
 
 def _find_custom(

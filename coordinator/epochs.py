@@ -73,6 +73,7 @@ class Epochs:
         min_peers: int,
         min_keepers: int = 0,
         known_rounds: int = 0,
+        may_begin: Callable[[], bool] = lambda: True,
         is_evicted: Callable[[str], bool] = lambda peer_id: False,
         report: Callable[[Level, str], None],
     ) -> None:
@@ -84,10 +85,12 @@ class Epochs:
             min_peers: trainers that must hold the first state before the first epoch opens.
             min_keepers: keepers that must answer before any epoch opens; 0 if members vote.
             known_rounds: rounds that the history knows; fewer in the log are a loss.
+            may_begin: returns whether the first epoch may open, as far as others decide it.
             is_evicted: returns whether the organiser put a PeerID out.
             report: logs an event.
         """
         self._known_rounds = known_rounds
+        self._may_begin = may_begin
         self._is_evicted = is_evicted
         self._replica = replica
         self._signer = signer
@@ -149,7 +152,8 @@ class Epochs:
         if self.lacks_epochs and not self.is_by_heartbeats:
             await self._learn(alive, now_s)
         elif not self._is_open and not self.lacks_entries:
-            await self._open_first(alive, now_s)
+            if self._may_begin():
+                await self._open_first(alive, now_s)
         elif self.lacks_entries or not electable(alive, epoch=head.epoch):
             self._progress.pause(now_s)  # nobody to open an epoch with, or nowhere to open it
         # If the electors that have not resigned are no quorum, nothing can be decided at our head,

@@ -135,6 +135,10 @@ class Presence:
             self._alive, self._looked_s = self.peers.alive(now_s), now_s
         return self._alive
 
+    def alive_in(self, module: str, now_s: float) -> list[KnownPeer]:
+        """Return the peers online that follow the log of a module."""
+        return [peer for peer in self.alive(now_s) if peer.status.module == module]
+
     def interval_s(self, now_s: float) -> float:
         """Return the interval of heartbeats, at which at most `REPORTS_PER_S` arrive."""
         return interval_s(len(self.alive(now_s)))
@@ -142,10 +146,6 @@ class Presence:
     def shown(self, now_s: float) -> list[PeerStatus]:
         """Return the statuses for display; of very many, those that reported last."""
         return [peer.shown(now_s) for peer in self.peers.newest(MAX_PEERS_SHOWN)]
-
-    def mean_valid_loss(self, now_s: float) -> float | None:
-        """Return the mean of the last validation losses of the peers online, or None."""
-        return mean([m.status.valid_loss for m in self.alive(now_s)])
 
     def note_joined(self, peer_id: str) -> None:
         """Note that a peer joined, which the log says already: it need not say that it is back."""

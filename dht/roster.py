@@ -4,8 +4,9 @@ A signed record is the msgpack list
 
     [2, body, credential, signature]
 
-of a version, `PeerRecord`'s fields as a msgpack list in their order, the peer's admission, and an
-Ed25519 signature by the PeerID named in the body over
+of a version, `PeerRecord`'s fields as a msgpack list in their order (the last one, the module, only
+if it is not empty), the peer's admission, and an Ed25519 signature by the PeerID named in the body
+over
 
     "atoll roster 1" | 0x00 | SHA-256(run id) | SHA-256(body) | SHA-256(credential)
 
@@ -63,6 +64,7 @@ MAX_ARRAY = 32  # more than the fields or addresses of a record
 MAX_RECORD_BYTES = 1024  # about 700 are used; two thousand records fit into one DHT answer
 MAX_JUDGED = 4096  # records in memory that were found valid: each comes from several nodes
 INCARNATION_CHARS = 32
+MAX_MODULE_CHARS = 32
 MAX_SHARED = 32  # records in one answer: 32 kB at most, a tenth of a second of a slow uplink
 MAX_KNOWN = 4096  # records that are kept; the run that was planned for has 1,000 peers
 # Seconds of a record's life that count when there is no room for all: honest peers renew theirs
@@ -126,6 +128,8 @@ class PeerRecord:
     """Version of the round protocol."""
     expires_at: float = 0.0
     """Seconds since 1970 by the run's clock; `publish` sets it."""
+    module: str = ""
+    """The module of the run whose log it follows; empty in a dense run."""
 
     @property
     def is_dialed(self) -> bool:
@@ -173,7 +177,8 @@ def sign_record(record: PeerRecord, identity: Identity, *, run_id: str, credenti
         RecordError: a field is out of range, or the record is too long even with one address.
     """
     while True:
-        body = _pack(list(astuple(_checked(record))))
+        values = list(astuple(_checked(record)))
+        body = _pack(values if record.module else values[:-1])
         signature = identity.sign(_signed_bytes(run_id, body, credential))
         data = _pack([VERSION, body, credential, signature])
         if len(data) <= MAX_RECORD_BYTES:
@@ -194,7 +199,7 @@ def open_record(data: bytes, *, run_id: str, check: Check = admit_everyone) -> P
     """
     if len(data) > MAX_RECORD_BYTES:
         raise RecordError(f"record of {len(data)} bytes, expected at most {MAX_RECORD_BYTES}")
-    version, body, credential, signature = _list(data, 4, "signed record")
+    version, body, credential, signature = _list(data, (4,), "signed record")
     if version != VERSION or not all(type(x) is bytes for x in (body, credential, signature)):
         raise RecordError(f"signed record of version {version!r}, expected {VERSION} and bytes")
     if len(credential) > MAX_ADMISSION_BYTES or len(signature) != SIGNATURE_BYTES:
@@ -224,20 +229,21 @@ def _pack(value: object) -> bytes:
     return data
 
 
-def _list(data: bytes, length: int, what: str) -> list[Any]:
+def _list(data: bytes, lengths: tuple[int, ...], what: str) -> list[Any]:
     try:
         value = msgpack.unpackb(data, max_map_len=0, max_ext_len=0, max_array_len=MAX_ARRAY)
     except Exception as error:  # msgpack raises many kinds, all about these bytes
         raise RecordError(f"{what} is not msgpack: {type(error).__name__}") from error
-    if type(value) is not list or len(value) != length:
-        raise RecordError(f"{what}: expected a list of {length}")
+    if type(value) is not list or len(value) not in lengths:
+        raise RecordError(f"{what}: expected a list of {' or '.join(map(str, lengths))}")
     return value
 
 
 def _decode_body(body: bytes) -> PeerRecord:
-    values = dict(
-        zip((f.name for f in fields(PeerRecord)), _list(body, NUM_FIELDS, "body"), strict=True)
-    )
+    given = _list(body, (NUM_FIELDS - 1, NUM_FIELDS), "body")
+    if len(given) == NUM_FIELDS and not given[-1]:
+        raise RecordError("body: expected no module, or its name")
+    values = dict(zip((f.name for f in fields(PeerRecord)), given, strict=False))
     if type(values["addresses"]) is not list:
         raise RecordError("addresses: expected a list")
     values["addresses"] = tuple(values["addresses"])
@@ -252,6 +258,7 @@ def _checked(record: PeerRecord) -> PeerRecord:
         _expect(_is_address(address), "addresses")
     _expect(_is_hex(record.incarnation, INCARNATION_CHARS), "incarnation")
     _expect(record.role in get_args(RosterRole), "role")
+    _expect(type(record.module) is str and len(record.module) <= MAX_MODULE_CHARS, "module")
     for name in ("epoch", "position", "protocol"):
         value = getattr(record, name)
         # `type`, not isinstance: a bool is an int.
@@ -517,7 +524,7 @@ class DhtRoster:
             return _pack([])
         if len(question) > MAX_RECORD_BYTES + 64:
             raise RecordError(f"a question of {len(question)} bytes")
-        digest, theirs = _list(question, 2, "question")
+        digest, theirs = _list(question, (2,), "question")
         if type(digest) is not bytes or type(theirs) is not bytes:
             raise RecordError("question: expected bytes")
         live = self._live()

@@ -10,6 +10,7 @@
         reach.json                            whether others can dial this peer
         log/                                  the last updates and snapshots
         trainer.safetensors                   parameters, inner optimizer, data position, feedback
+        stage-1/, stage-1.safetensors         the same of a stage, in a pipeline
         lock                                  held while a peer runs here
         atoll.log                             the daemon's messages
       coordinators/RUN_NAME/                state of one coordinator: `coordinator_state_dir`
@@ -76,15 +77,13 @@ class PeerPaths:
         """Furthest place at which a keeper may have voted."""
         return self.root / "ballots.json"
 
-    @property
-    def log(self) -> Path:
-        """Directory of the bounded log of updates and snapshots."""
-        return self.root / "log"
+    def log(self, module: str = "") -> Path:
+        """Directory of the bounded log of a module's updates and snapshots."""
+        return self.root / (module or "log")
 
-    @property
-    def trainer(self) -> Path:
-        """Trainer's state: parameters, inner optimizer, data position, feedback."""
-        return self.root / "trainer.safetensors"
+    def trainer(self, module: str = "") -> Path:
+        """Trainer's state of a module: parameters, inner optimizer, data position, feedback."""
+        return self.root / f"{module or 'trainer'}.safetensors"
 
     @property
     def lock(self) -> Path:

@@ -42,8 +42,8 @@ from atoll.optim.log.entry import Newcomer
 from atoll.optim.state.layout import Layout
 from atoll.peer.cli import main as cli
 from atoll.peer.errors import DataError, ModelError
+from atoll.peer.training.opening import build_model, open_corpus
 from atoll.peer.training.permission import Allowed
-from atoll.peer.training.trainer import build_model, open_corpus
 from support import kit
 from support.donors import Clock
 from support.evil_coordinator import EvilCoordinator
@@ -128,7 +128,7 @@ async def _c1(folder: Path) -> Happened:
     async with kit.net(folder, swarm) as net:
         one, *_ = await net.started()
         for _ in range(3):
-            entry, body = swarm.entry(net.run_id, net.up.coordinator.head())
+            entry, body = swarm.entry(net.run_id, net.up.coordinator.log.head())
             assert await net.publish(one, entry, body)
     shutil.rmtree(folder / "log")
     async with kit.net(folder, swarm) as net:
@@ -143,7 +143,7 @@ async def _c1(folder: Path) -> Happened:
                 await client.heartbeat(swarm.status(index))
             await coordinator.tick()
         said = next(e.text for e in coordinator.status().events if "lacks" in e.text)
-        opened = coordinator.replica.opened
+        opened = coordinator.log.replica.opened
         epochs = "no epoch" if opened is None else f"epoch {opened.epoch}"
         return Happened(
             held=opened is None,
@@ -162,7 +162,7 @@ async def _c2(folder: Path) -> Happened:
         await net.up.coordinator.tick()
         state = net.up.coordinator.status().state
         await net.started()
-        electorate = {e.peer_id for e in net.up.coordinator.replica.electorate}
+        electorate = {e.peer_id for e in net.up.coordinator.log.replica.electorate}
         honest = {identity.peer_id for identity in net.swarm.identities}
         return Happened(
             held=state == "waiting" and electorate == honest,
@@ -176,7 +176,7 @@ async def _c2_stall(folder: Path) -> Happened:
         coordinator, clock = net.up.coordinator, Clock()
         coordinator._steady = clock
         clients = await net.started()
-        entry, body = net.swarm.entry(net.run_id, coordinator.head())
+        entry, body = net.swarm.entry(net.run_id, coordinator.log.head())
         keys = [Identity.ephemeral() for _ in range(KEYS)]
         more = [entry.members[0].model_copy(update={"peer_id": key.peer_id}) for key in keys]
         waiting = tuple(Newcomer(peer_id=key.peer_id, since=0, last=0) for key in keys)
@@ -196,14 +196,14 @@ async def _c2_stall(folder: Path) -> Happened:
             for index, client in enumerate(clients):
                 await client.heartbeat(net.swarm.status(index, state="syncing", position=1))
             await coordinator.tick()
-            if coordinator.head().epoch:
+            if coordinator.log.head().epoch:
                 break
-        electorate = {e.peer_id for e in coordinator.replica.electorate}
+        electorate = {e.peer_id for e in coordinator.log.replica.electorate}
         elected = len(electorate & {key.peer_id for key in keys})
+        epoch = coordinator.log.head().epoch
         return Happened(
-            held=coordinator.head().epoch == 1 and elected == 0,
-            happened=f"epoch {coordinator.head().epoch} has {len(electorate)} electors, {elected} "
-            "of them keys",
+            held=epoch == 1 and elected == 0,
+            happened=f"epoch {epoch} has {len(electorate)} electors, {elected} of them keys",
         )
 
 
@@ -281,7 +281,7 @@ async def _c6(folder: Path) -> Happened:
     async with kit.net(folder, swarm) as net:
         one, *_ = await net.started()
         for _ in range(5):
-            entry, body = swarm.entry(net.run_id, net.up.coordinator.head())
+            entry, body = swarm.entry(net.run_id, net.up.coordinator.log.head())
             assert await net.publish(one, entry, body)
     with contextlib.closing(sqlite3.connect(folder / "log" / "log.sqlite")) as db, db:
         (entry,) = db.execute("SELECT entry FROM entries WHERE position = 3").fetchone()
@@ -291,7 +291,7 @@ async def _c6(folder: Path) -> Happened:
     async with kit.net(folder, swarm) as net:
         events = net.up.coordinator.status().events
         found = [event.text for event in events if event.level == "error"]
-        kept = net.up.coordinator.head().position
+        kept = net.up.coordinator.log.head().position
         told = "; ".join(_first_line(text) for text in found)
         return Happened(
             held=kept == 3 and bool(found),  # the entries before the bit, and none of those after
@@ -304,9 +304,9 @@ async def _c6_certificate(folder: Path) -> Happened:
     async with kit.net(folder, swarm) as net:
         one, *_ = await net.started()
         for _ in range(5):
-            entry, body = swarm.entry(net.run_id, net.up.coordinator.head())
+            entry, body = swarm.entry(net.run_id, net.up.coordinator.log.head())
             assert await net.publish(one, entry, body)
-        whole = net.up.coordinator.replica.store.headers(0, 5)
+        whole = net.up.coordinator.log.replica.store.headers(0, 5)
     with contextlib.closing(sqlite3.connect(folder / "log" / "log.sqlite")) as db, db:
         flipped = bytearray(whole[3].certificate)
         flipped[len(flipped) // 2] ^= 0x10
@@ -315,7 +315,7 @@ async def _c6_certificate(folder: Path) -> Happened:
         client = net.client(0)
         await client.join()
         served = [row.position async for row in client.fetch_entries(0, 5)]
-        replica = net.up.coordinator.replica
+        replica = net.up.coordinator.log.replica
         lacks = replica.store.uncertified()
         await replica.add_certificate(3, whole[3].entry, whole[3].certificate)
         is_whole = replica.store.headers(0, 5) == whole
@@ -340,7 +340,7 @@ async def _c7(folder: Path) -> Happened:
                 await asyncio.Event().wait()
             return await answer(peer_id)
 
-        coordinator.ask_head_with(ask)
+        coordinator.log.ask_head_with(ask)
         for key in keys:
             client = newcomer(net, key)
             await client.join()
@@ -350,14 +350,14 @@ async def _c7(folder: Path) -> Happened:
             await client.join()
             await client.heartbeat(swarm.status(index))
         began_s, longest_s = time.perf_counter(), 0.0
-        while coordinator.replica.opened is None:
+        while coordinator.log.replica.opened is None:
             tick_s = time.perf_counter()
             await coordinator.tick()
             longest_s = max(longest_s, time.perf_counter() - tick_s)
             if time.perf_counter() - began_s > 5 * PATIENCE_S:
                 break
         opened_s = time.perf_counter() - began_s
-        elected = len(coordinator.replica.electorate)
+        elected = len(coordinator.log.replica.electorate)
         return Happened(
             held=elected == 3 and opened_s < 2 * PATIENCE_S and longest_s < 2.0,
             happened=f"the first epoch opened after {opened_s:.0f} s with {elected} electors; a "

@@ -11,7 +11,7 @@ from atoll.optim.state.layout import Layout
 from atoll.peer.lab.children import ATOLL
 from atoll.peer.training.devices import Device
 from atoll.peer.training.learner import Learner
-from atoll.peer.training.trainer import build_model, open_corpus
+from atoll.peer.training.opening import build_model, open_corpus
 
 PEER_ID = "codec-benchmark"  # names the stream of data that it trains on
 

@@ -24,8 +24,8 @@ from atoll.peer.lab.demo import Demo, DemoOptions, DemoRun, Feed
 from atoll.peer.lab.simulate import SAVE_EVERY_S, Bench, Folder, Simulation, parse_methods
 from atoll.peer.lab.simulation_settings import Settings
 from atoll.peer.lab.summary import chains_equal, read_log, recovered_peers, states_equal
+from atoll.peer.training.opening import open_corpus
 from atoll.peer.training.permission import Allowed
-from atoll.peer.training.trainer import open_corpus
 
 LOOK_S = 0.5
 RUN_S = 900.0  # for a run of processes; a demo that makes no progress ends itself earlier

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from atoll.optim import inner
 from atoll.peer.daemon.network import connect
 from atoll.peer.daemon.reducer import NetworkReducer
-from atoll.peer.training.trainer import build_model
+from atoll.peer.training.opening import build_model
 
 TOKENS_PER_STEP = 8 * 1024  # the same for all peers, so all weigh the same
 NOISE = 1e-3

@@ -34,7 +34,7 @@ from atoll.peer.lab.advice import as_run
 from atoll.peer.lab.work import WEIGHT, received, reduced
 from atoll.peer.rounds.allreduce.reduction import PartRange, batches
 from atoll.peer.rounds.messages import PIECE_BYTES
-from atoll.peer.training.trainer import build_model
+from atoll.peer.training.opening import build_model
 
 METHODS = ("sparseloco(merge=select, tau=32)", "diloco")
 NOISE = 1e-3

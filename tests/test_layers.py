@@ -54,6 +54,7 @@ ROOMS = (
     "peer.errors",
     "peer.extras",
     "peer",
+    "peer.pipeline",
     "peer.training",
     "peer.rounds",
     "peer.rounds.allreduce",

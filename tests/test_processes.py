@@ -363,7 +363,7 @@ def test_a_peer_that_is_stopped_leaves_the_roster_and_resumes(run):
     shown = next(p for p in left.peers if p.name == "cas")
     assert shown.state == "left"
     assert any((e.source, e.text) == (shown.peer_id, "left") for e in left.events)
-    assert run.paths("cas").trainer.exists()
+    assert run.paths("cas").trainer().exists()
 
     until(lambda: run.status().position >= left.position + 4, "four rounds without it")
     rounds = [row for row in run.status().history if row.position > left.position]

@@ -24,9 +24,9 @@ from atoll.optim.state.layout import Layout
 from atoll.peer.cli import SUMMARIES
 from atoll.peer.daemon import network
 from atoll.peer.daemon.reducer import RunReducer
+from atoll.peer.training.opening import build_model
 from atoll.peer.training.permission import Allowed
 from atoll.peer.training.trained import load_checkpoint
-from atoll.peer.training.trainer import build_model
 from support.pages import blocks, commands_in, parse_command, run
 
 ROOT = Path(__file__).parents[1]

@@ -20,9 +20,9 @@ from atoll.peer.training.data.documents import documents
 from atoll.peer.training.data.tokenizer_training import train_tokenizer
 from atoll.peer.training.digests import with_digests
 from atoll.peer.training.models import logits_of
+from atoll.peer.training.opening import build_model
 from atoll.peer.training.permission import Allowed
 from atoll.peer.training.trained import load_checkpoint
-from atoll.peer.training.trainer import build_model
 from support.organiser import Organiser, until
 from support.pages import ROOT, blocks, commands_in, parse_command, run
 from support.weights import SHAPE, write_folder

@@ -60,6 +60,8 @@ class Joined:
     """The credential for `Transport.admission`."""
     role: Role
     """As the admission states it."""
+    module: str = ""
+    """The module whose log this peer follows; empty in a dense run."""
     layout: Layout
     genesis_root: bytes
     epoch: bytes
@@ -138,10 +140,13 @@ class CoordinatorClient(StatusClient):
         *,
         role: Role = "trainer",
         version: str = "",
+        module: str = "",
         clock: Callable[[], float] = time.time,
     ) -> None:
         super().__init__(invite)
         self.clock_offset_s = 0.0
+        self.module = module
+        """The module whose log this peer follows, or asks for; if empty, joining sets it."""
         self._identity = identity
         self._role = role
         self._version = version
@@ -183,6 +188,7 @@ class CoordinatorClient(StatusClient):
         self.clock_offset_s = challenge.server_time_s - (asked_s + self._clock()) / 2
         reply = await self._call("Join", self._join_request(identity, challenge.nonce))
         joined = self._read_joined(reply)
+        self.module = joined.module
         self._session = reply.session
         self._epoch = reply.epoch
         self._take_evicted(reply.evicted)
@@ -263,6 +269,7 @@ class CoordinatorClient(StatusClient):
             entry=entry,
             certificate=certificate,
             body_bytes=len(view),
+            module=self.module,
         )
         reply = await self._offer(header, view)
         return Published(accepted=reply.accepted, head=_head(reply.head))
@@ -277,7 +284,7 @@ class CoordinatorClient(StatusClient):
     ) -> AsyncIterator[FetchedEntry]:
         """Yield the coordinator's entries from `start` on, in order; none if it has none."""
         what = pb.EntryRange(start=start, count=count, bodies=bodies)
-        request = pb.FetchRequest(auth=self._auth(), entries=what)
+        request = pb.FetchRequest(auth=self._auth(), module=self.module, entries=what)
         replies = self._stream_out("Fetch", request)
         async for reply in replies:
             header = _expect(reply, "header")
@@ -300,7 +307,7 @@ class CoordinatorClient(StatusClient):
     async def fetch_snapshot(self, position: int | None = None) -> FetchedSnapshot:
         """Return the digests of a snapshot, by default the newest; position 0 is the genesis."""
         what = pb.SnapshotRequest(latest=position is None, position=position or 0)
-        request = pb.FetchRequest(auth=self._auth(), snapshot=what)
+        request = pb.FetchRequest(auth=self._auth(), module=self.module, snapshot=what)
         async for reply in self._stream_out("Fetch", request):
             return _read_snapshot(_expect(reply, "snapshot"))
         raise BadReply("expected a snapshot, got nothing")
@@ -310,7 +317,7 @@ class CoordinatorClient(StatusClient):
     ) -> AsyncIterator[tuple[int, bytes]]:
         """Yield a snapshot's leaves with their index, unverified; pass them to an `Assembly`."""
         what = pb.LeafRange(position=position, start=start, count=count)
-        request = pb.FetchRequest(auth=self._auth(), leaves=what)
+        request = pb.FetchRequest(auth=self._auth(), module=self.module, leaves=what)
         async for reply in self._stream_out("Fetch", request):
             leaf = _expect(reply, "leaf")
             if len(leaf.data) > LEAF_BYTES:
@@ -362,6 +369,7 @@ class CoordinatorClient(StatusClient):
             nonce=nonce,
             signature=identity.sign(join_payload(self.invite.run_id, nonce)),
             token=self.invite.token,
+            module=self.module,
         )
 
     def _read_joined(self, reply: pb.JoinReply) -> Joined:
@@ -377,8 +385,11 @@ class CoordinatorClient(StatusClient):
             admission = check.check(self._identity.peer_id, reply.admission)
         except AdmissionRefused as error:
             raise BadReply(f"the coordinator sent an invalid admission: {error.message}") from None
+        if reply.module not in spec.modules:
+            raise BadReply(f"expected a module of the run, got {reply.module[:64]!r}")
         return Joined(
             spec=spec,
+            module=reply.module,
             admission=reply.admission,
             role=admission.role,
             layout=layout,

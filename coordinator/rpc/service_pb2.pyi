@@ -39,7 +39,7 @@ class ChallengeReply(_message.Message):
     def __init__(self, nonce: _Optional[bytes] = ..., server_time_s: _Optional[float] = ...) -> None: ...
 
 class JoinRequest(_message.Message):
-    __slots__ = ("protocol", "version", "run_id", "peer_id", "role", "nonce", "signature", "token")
+    __slots__ = ("protocol", "version", "run_id", "peer_id", "role", "nonce", "signature", "token", "module")
     PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
@@ -48,6 +48,7 @@ class JoinRequest(_message.Message):
     NONCE_FIELD_NUMBER: _ClassVar[int]
     SIGNATURE_FIELD_NUMBER: _ClassVar[int]
     TOKEN_FIELD_NUMBER: _ClassVar[int]
+    MODULE_FIELD_NUMBER: _ClassVar[int]
     protocol: int
     version: str
     run_id: bytes
@@ -56,10 +57,11 @@ class JoinRequest(_message.Message):
     nonce: bytes
     signature: bytes
     token: bytes
-    def __init__(self, protocol: _Optional[int] = ..., version: _Optional[str] = ..., run_id: _Optional[bytes] = ..., peer_id: _Optional[str] = ..., role: _Optional[str] = ..., nonce: _Optional[bytes] = ..., signature: _Optional[bytes] = ..., token: _Optional[bytes] = ...) -> None: ...
+    module: str
+    def __init__(self, protocol: _Optional[int] = ..., version: _Optional[str] = ..., run_id: _Optional[bytes] = ..., peer_id: _Optional[str] = ..., role: _Optional[str] = ..., nonce: _Optional[bytes] = ..., signature: _Optional[bytes] = ..., token: _Optional[bytes] = ..., module: _Optional[str] = ...) -> None: ...
 
 class JoinReply(_message.Message):
-    __slots__ = ("spec", "admission", "session", "layout", "genesis_root", "epoch", "head", "bootstrap", "server_time_s", "heartbeat_s", "evicted")
+    __slots__ = ("spec", "admission", "session", "layout", "genesis_root", "epoch", "head", "bootstrap", "server_time_s", "heartbeat_s", "evicted", "module")
     SPEC_FIELD_NUMBER: _ClassVar[int]
     ADMISSION_FIELD_NUMBER: _ClassVar[int]
     SESSION_FIELD_NUMBER: _ClassVar[int]
@@ -71,6 +73,7 @@ class JoinReply(_message.Message):
     SERVER_TIME_S_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_S_FIELD_NUMBER: _ClassVar[int]
     EVICTED_FIELD_NUMBER: _ClassVar[int]
+    MODULE_FIELD_NUMBER: _ClassVar[int]
     spec: bytes
     admission: bytes
     session: bytes
@@ -82,7 +85,8 @@ class JoinReply(_message.Message):
     server_time_s: float
     heartbeat_s: float
     evicted: bytes
-    def __init__(self, spec: _Optional[bytes] = ..., admission: _Optional[bytes] = ..., session: _Optional[bytes] = ..., layout: _Optional[str] = ..., genesis_root: _Optional[bytes] = ..., epoch: _Optional[bytes] = ..., head: _Optional[_Union[Head, _Mapping]] = ..., bootstrap: _Optional[_Iterable[str]] = ..., server_time_s: _Optional[float] = ..., heartbeat_s: _Optional[float] = ..., evicted: _Optional[bytes] = ...) -> None: ...
+    module: str
+    def __init__(self, spec: _Optional[bytes] = ..., admission: _Optional[bytes] = ..., session: _Optional[bytes] = ..., layout: _Optional[str] = ..., genesis_root: _Optional[bytes] = ..., epoch: _Optional[bytes] = ..., head: _Optional[_Union[Head, _Mapping]] = ..., bootstrap: _Optional[_Iterable[str]] = ..., server_time_s: _Optional[float] = ..., heartbeat_s: _Optional[float] = ..., evicted: _Optional[bytes] = ..., module: _Optional[str] = ...) -> None: ...
 
 class ProbeRequest(_message.Message):
     __slots__ = ("auth", "port", "nonce")
@@ -161,20 +165,22 @@ class PublishRequest(_message.Message):
     def __init__(self, header: _Optional[_Union[PublishHeader, _Mapping]] = ..., chunk: _Optional[bytes] = ...) -> None: ...
 
 class PublishHeader(_message.Message):
-    __slots__ = ("auth", "epoch", "position", "entry", "certificate", "body_bytes")
+    __slots__ = ("auth", "epoch", "position", "entry", "certificate", "body_bytes", "module")
     AUTH_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     POSITION_FIELD_NUMBER: _ClassVar[int]
     ENTRY_FIELD_NUMBER: _ClassVar[int]
     CERTIFICATE_FIELD_NUMBER: _ClassVar[int]
     BODY_BYTES_FIELD_NUMBER: _ClassVar[int]
+    MODULE_FIELD_NUMBER: _ClassVar[int]
     auth: Auth
     epoch: int
     position: int
     entry: bytes
     certificate: bytes
     body_bytes: int
-    def __init__(self, auth: _Optional[_Union[Auth, _Mapping]] = ..., epoch: _Optional[int] = ..., position: _Optional[int] = ..., entry: _Optional[bytes] = ..., certificate: _Optional[bytes] = ..., body_bytes: _Optional[int] = ...) -> None: ...
+    module: str
+    def __init__(self, auth: _Optional[_Union[Auth, _Mapping]] = ..., epoch: _Optional[int] = ..., position: _Optional[int] = ..., entry: _Optional[bytes] = ..., certificate: _Optional[bytes] = ..., body_bytes: _Optional[int] = ..., module: _Optional[str] = ...) -> None: ...
 
 class PublishReply(_message.Message):
     __slots__ = ("accepted", "head", "send_body")
@@ -187,18 +193,20 @@ class PublishReply(_message.Message):
     def __init__(self, accepted: _Optional[bool] = ..., head: _Optional[_Union[Head, _Mapping]] = ..., send_body: _Optional[bool] = ...) -> None: ...
 
 class FetchRequest(_message.Message):
-    __slots__ = ("auth", "entries", "snapshot", "leaves", "tokenizer")
+    __slots__ = ("auth", "entries", "snapshot", "leaves", "tokenizer", "module")
     AUTH_FIELD_NUMBER: _ClassVar[int]
     ENTRIES_FIELD_NUMBER: _ClassVar[int]
     SNAPSHOT_FIELD_NUMBER: _ClassVar[int]
     LEAVES_FIELD_NUMBER: _ClassVar[int]
     TOKENIZER_FIELD_NUMBER: _ClassVar[int]
+    MODULE_FIELD_NUMBER: _ClassVar[int]
     auth: Auth
     entries: EntryRange
     snapshot: SnapshotRequest
     leaves: LeafRange
     tokenizer: TokenizerRequest
-    def __init__(self, auth: _Optional[_Union[Auth, _Mapping]] = ..., entries: _Optional[_Union[EntryRange, _Mapping]] = ..., snapshot: _Optional[_Union[SnapshotRequest, _Mapping]] = ..., leaves: _Optional[_Union[LeafRange, _Mapping]] = ..., tokenizer: _Optional[_Union[TokenizerRequest, _Mapping]] = ...) -> None: ...
+    module: str
+    def __init__(self, auth: _Optional[_Union[Auth, _Mapping]] = ..., entries: _Optional[_Union[EntryRange, _Mapping]] = ..., snapshot: _Optional[_Union[SnapshotRequest, _Mapping]] = ..., leaves: _Optional[_Union[LeafRange, _Mapping]] = ..., tokenizer: _Optional[_Union[TokenizerRequest, _Mapping]] = ..., module: _Optional[str] = ...) -> None: ...
 
 class TokenizerRequest(_message.Message):
     __slots__ = ()

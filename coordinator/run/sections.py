@@ -20,6 +20,7 @@ from pydantic import (
 )
 
 from atoll.compression import ErrorFeedback, parse
+from atoll.compression.activations import parse_activations
 from atoll.coordinator.run.addresses import split_address
 from atoll.optim import methods
 from atoll.optim.log.electorate import Electors
@@ -41,6 +42,8 @@ _OWN_KEYS = {
 """Method options that have a key of their own in RUN.toml."""
 
 LONGEST = 10  # times the shortest window; a rate that falls to a tenth would call for 100 times
+
+MAX_STAGES = 256  # of a pipeline; one layer each of the deepest models
 
 MIN_KEEPERS = 4  # with which one may lie: 3f + 1
 
@@ -65,7 +68,8 @@ class Section(BaseModel):
         """Leave out fields that older specs lack, so that equal runs keep their run ids."""
         fields: dict[str, Any] = handler(self)
         for name in self.later:
-            if fields.get(name) == type(self).model_fields[name].default:
+            default = type(self).model_fields[name].get_default(call_default_factory=True)
+            if name in fields and getattr(self, name) == default:
                 del fields[name]
         return fields
 
@@ -492,6 +496,51 @@ class RoundSection(Section):
         if self.electors == "members":
             return 0
         return MIN_KEEPERS if self.trust == "byzantine" else 1
+
+
+class TopologySection(Section):
+    """Division of the model among peers that each hold a part of it (docs/pipelines.md)."""
+
+    stages: int = Field(
+        default=1,
+        ge=1,
+        le=MAX_STAGES,
+        description="Stages that the model's blocks are cut into; each peer holds one. 1: every "
+        "peer holds the whole model.",
+    )
+    activations: str = Field(
+        default="int8",
+        description="Codec of the activations between stages: 'fp32', 'bf16', 'int8', 'int4' or "
+        "'subspace(k=64)'.",
+    )
+    gradients: str = Field(
+        default="int8",
+        description="Codec of their gradients: as for activations, or 'int4(rounding=random)'.",
+    )
+    staleness: int = Field(
+        default=0,
+        ge=0,
+        le=64,
+        description="Inner steps that a peer may take between the forward and the backward pass of "
+        "a microbatch. 0: it waits for all that is under way before each step.",
+    )
+    exact: bool = Field(
+        default=False,
+        description="Hold gradients until their origin has confirmed the microbatch, so that none "
+        "counts at two peers of a stage; costs one more way through the pipeline.",
+    )
+    deadline_s: float = Field(
+        default=60.0,
+        ge=1,
+        le=3600,
+        description="Seconds after which a microbatch that has not come back is given up.",
+    )
+
+    @field_validator("activations", "gradients")
+    @classmethod
+    def _codec(cls, value: str) -> str:
+        parse_activations(value)
+        return value
 
 
 class CoordinatorSection(Section):

@@ -1,6 +1,6 @@
 """RUN.toml: everything that defines a run, validated as a whole.
 
-Eight small sections describe a run; each is a frozen model whose fields carry their documentation
+Nine small sections describe a run; each is a frozen model whose fields carry their documentation
 (`atoll.coordinator.run.sections`). `atoll init` generates its commented template from those
 descriptions, so the two cannot disagree.
 
@@ -22,7 +22,7 @@ import math
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 from pydantic import Field, ValidationError, model_validator
 
@@ -38,6 +38,7 @@ from atoll.coordinator.run.sections import (
     RoundSection,
     RunSection,
     Section,
+    TopologySection,
 )
 from atoll.coordinator.run.spec_problems import (
     SpecError,
@@ -47,6 +48,7 @@ from atoll.coordinator.run.spec_problems import (
     toml_problem,
 )
 from atoll.optim import methods, schedules
+from atoll.optim.log.replica import WHOLE
 from atoll.optim.schedules import Timetable
 
 MAX_SPEC_BYTES = 256 * 1024  # a RUN.toml is a few kB; a peer refuses more before parsing it
@@ -62,7 +64,10 @@ class RunSpec(Section):
     outer: OuterSection = Field(default_factory=OuterSection)
     compression: CompressionSection = Field(default_factory=CompressionSection)
     round: RoundSection = Field(default_factory=RoundSection)
+    topology: TopologySection = Field(default_factory=TopologySection)
     coordinator: CoordinatorSection = Field(default_factory=CoordinatorSection)
+
+    later: ClassVar[tuple[str, ...]] = ("topology",)
 
     @model_validator(mode="after")
     def _whole(self) -> Self:
@@ -87,6 +92,7 @@ class RunSpec(Section):
             )
         self._expect_windows(method)
         self._expect_digests()
+        self._expect_stages(method)
         if method.feedback and method.codec.mode == "unbiased":
             raise ValueError(
                 f"compression.feedback: must be 0 with the unbiased codec {method.codec.spec!r} "
@@ -126,6 +132,36 @@ class RunSpec(Section):
             raise ValueError(
                 "data.sha256 and data.same_text: are for text on the peers' disks; set "
                 "data.revision for a Hugging Face data set"
+            )
+
+    def _expect_stages(self, method: methods.Method) -> None:
+        """Refuse what a pipeline cannot do."""
+        if self.topology.stages == 1:
+            return
+        if not method.logged:
+            raise ValueError(
+                f"topology.stages: each stage is decided in a log, and {method.name!r} has none; "
+                "choose another outer.method, or 1 stage"
+            )
+        if self.round.electors != "members":
+            raise ValueError(
+                "round.electors: must be 'members' with topology.stages above 1, as a keeper "
+                f"follows one log, got {self.round.electors!r}"
+            )
+        if self.model.init is not None or self.model.lora is not None:
+            raise ValueError(
+                "topology.stages: a pipeline begins with weights of its own, drawn by stage; "
+                "remove model.init and model.lora, or set 1 stage"
+            )
+        if self.inner.compile:
+            raise ValueError(
+                "inner.compile: a stage computes the two halves of a backward pass apart, which a "
+                "compiled one cannot; remove it, or set topology.stages to 1"
+            )
+        if self.data.packing == "documents":
+            raise ValueError(
+                "topology.stages: stages after the first do not see the documents' ends; set "
+                "data.packing to 'stream', or 1 stage"
             )
 
     def _expect_windows(self, method: methods.Method) -> None:
@@ -189,6 +225,13 @@ class RunSpec(Section):
                 outer.qsr, self.inner.rate, rounds=rounds, num_fragments=num_fragments
             )
         return schedules.equal(outer.inner_steps, rounds=rounds, num_fragments=num_fragments)
+
+    @property
+    def modules(self) -> tuple[str, ...]:
+        """The modules of the run, each with a log of its own: a dense run has one, `WHOLE`."""
+        if self.topology.stages == 1:
+            return (WHOLE,)
+        return tuple(stage_name(number) for number in range(self.topology.stages))
 
     @property
     def step_tokens(self) -> int:
@@ -285,6 +328,11 @@ class RunSpec(Section):
             for key, value in values.items()
             if value != theirs[section][key]
         ]
+
+
+def stage_name(index: int) -> str:
+    """Return the module's name of a stage, counted from 0 here and from 1 in the name."""
+    return f"stage-{index + 1}"
 
 
 def run_id(spec: RunSpec, run_public_key: bytes) -> str:

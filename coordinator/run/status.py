@@ -31,6 +31,7 @@ EVENTS = 256  # newest events in a RunStatus
 MAX_PEERS_SHOWN = 4096  # in a RunStatus
 MAX_UNREACHED = 16  # peers that one names as out of its reach
 MAX_GAPS = 64  # newest gaps in a RunStatus
+MAX_MODULES = 256  # of a run
 
 CANNOT_REACH = (
     "cannot reach each other, so work of one may not count with the other; open or forward a TCP "
@@ -157,6 +158,8 @@ class PeerStatus(StatusRecord):
     name: Name = ""
     """The owner's name for it; by default the last letters of its PeerID."""
     role: Literal["trainer", "follower", "keeper"] = "trainer"
+    module: Name = ""
+    """The module of the run whose log it follows; empty in a dense run."""
     incarnation: Name = ""
     """New at each start of the process."""
     state: PeerState = "joining"
@@ -268,6 +271,22 @@ class Gap(StatusRecord):
 
 
 @dataclass(frozen=True, kw_only=True)
+class ModuleStatus(StatusRecord):
+    """One module of a run of several, as its coordinator knows it."""
+
+    __pydantic_config__ = _CONFIG
+
+    name: Name
+    state: RunState = "waiting"
+    epoch: Count = 0
+    position: Count = 0
+    """Entries that the coordinator holds."""
+    chain: Hex = ""
+    params: Count = 0
+    """Trainable parameters."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class RunStatus(StatusRecord):
     """A run at one moment, as its coordinator knows it."""
 
@@ -309,3 +328,7 @@ class RunStatus(StatusRecord):
     inner_steps: Count = 0
     params: Count = 0
     """Trainable parameters."""
+    modules: Annotated[list[ModuleStatus], Field(max_length=MAX_MODULES)] = field(
+        default_factory=list
+    )
+    """The modules of a run of several, in order; empty in a dense run."""

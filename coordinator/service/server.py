@@ -54,11 +54,12 @@ from typing import Protocol
 import grpc
 
 from atoll.coordinator.catching_up import CatchUp, Recover
-from atoll.coordinator.coordinator import TICK_S, Coordinator
+from atoll.coordinator.coordinator import Coordinator
 from atoll.coordinator.gossip import FetchModel, KeptModels, ModelKeeper
 from atoll.coordinator.heads import AskHead
 from atoll.coordinator.history import History
 from atoll.coordinator.invites import BASE_FILE, InviteDesk
+from atoll.coordinator.kept_log import TICK_S, KeptLog, LogParts
 from atoll.coordinator.ports import Ports
 from atoll.coordinator.rpc.messages import SERVER_OPTIONS
 from atoll.coordinator.run.addresses import is_public, split_address
@@ -78,7 +79,15 @@ from atoll.dht.addresses import ip_of
 from atoll.dht.tasks import Tasks
 from atoll.optim.log.entry import genesis_chain
 from atoll.optim.log.mending import Damage, mend
-from atoll.optim.log.replica import DISK_ERRORS, WHOLE, LiveReplica, Module, Replica, ReplicaView
+from atoll.optim.log.replica import (
+    DISK_ERRORS,
+    LiveReplica,
+    Module,
+    Replica,
+    ReplicaView,
+    log_folder,
+    log_id,
+)
 from atoll.optim.log.store import LOG_FILE, LogStore
 from atoll.optim.state import vectors
 from atoll.optim.state.outer_state import DIGEST_BYTES, OuterState
@@ -117,14 +126,12 @@ class FirstNode(Protocol):
         """Multiaddrs with the PeerID, for invites."""
         ...
 
-    @property
-    def recover(self) -> Recover:
-        """Brings the coordinator's replica up to the peers'."""
+    def recover(self, module: str) -> Recover:
+        """Return what brings the coordinator's replica of a module up to the peers'."""
         ...
 
-    @property
-    def ask_head(self) -> AskHead:
-        """Asks peers where they stand in the log."""
+    def ask_head(self, module: str) -> AskHead:
+        """Return what asks peers where they stand in a module's log."""
         ...
 
     async def introduce(self, question: bytes) -> bytes:
@@ -163,6 +170,8 @@ class NodeRequest:
 
 
 StartNode = Callable[[NodeRequest], Awaitable[FirstNode]]
+Genesis = Callable[[str], OuterState]
+"""Returns the first state of a module, named as in `RunSpec.modules`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -186,7 +195,7 @@ class Running:
 
 async def serve(
     spec: RunSpec,
-    genesis: Callable[[], OuterState],
+    genesis: Genesis,
     state_dir: Path,
     *,
     stop: asyncio.Event,
@@ -198,7 +207,7 @@ async def serve(
 
     Args:
         spec: description of the run.
-        genesis: returns the state at position 0; called only if the directory is new.
+        genesis: returns a module's state at position 0; called only if the directory is new.
         state_dir: created if absent.
         stop: stops the coordinator; everything is on disk when this returns.
         start_node: starts the run's first DHT node.
@@ -217,7 +226,7 @@ async def serve(
 @contextlib.asynccontextmanager
 async def running(
     spec: RunSpec,
-    genesis: Callable[[], OuterState],
+    genesis: Genesis,
     state_dir: Path,
     *,
     start_node: StartNode | None = None,
@@ -231,34 +240,25 @@ async def running(
     async with contextlib.AsyncExitStack() as stack:
         advertised = await _resolved(spec.coordinator.advertise)  # before anything is written
         stack.enter_context(_locked(state_dir))
-        keys = _keys(state_dir)
+        keys = _keys(state_dir, spec.modules)
         identifier = bytes.fromhex(run_id(spec, keys.run_public_key))
-        had_log = (state_dir / WHOLE / LOG_FILE).exists()
-        core, damage = await asyncio.to_thread(_resume, spec, keys, identifier, genesis, state_dir)
-        packed = await asyncio.to_thread(_tokenizer, spec, tokenizer, state_dir / TOKENIZER_FILE)
-        replica = LiveReplica(core, compute=asyncio.to_thread)
-        stack.push_async_callback(replica.close)  # after all that reads it
+        _expect_spec(spec, state_dir / "spec.json")
         history = History(state_dir / "history.db")
         stack.callback(history.close)
-        signer = _signer(
-            keys,
-            replica,
-            history,
-            state_dir,
-            had_log=had_log,
-            accept_loss=accept_loss,
-        )
+        parts = [
+            await _open_log(stack, spec, keys, log, genesis, history, accept_loss=accept_loss)
+            for log in (LogFiles(state_dir, identifier, name) for name in spec.modules)
+        ]
+        packed = await asyncio.to_thread(_tokenizer, spec, tokenizer, state_dir / TOKENIZER_FILE)
         nodes: list[FirstNode] = []
         coordinator = Coordinator(
             spec=spec,
             keys=keys,
-            replica=replica,
+            run_id=identifier,
+            parts=parts,
             history=history,
-            checkpoints=state_dir / "checkpoints",
             verify=verify,
-            signer=signer,
             desk=InviteDesk(state_dir, keys.token),
-            damage=damage,
             accept_loss=accept_loss,
             bootstrap=lambda: [address for node in nodes for address in node.addresses],
         )
@@ -269,7 +269,9 @@ async def running(
         if start_node is not None:
             nodes.append(await start_node(_node_request(coordinator, state_dir, front)))
             stack.push_async_callback(nodes[0].close)
-            stack.push_async_callback(_fetching(coordinator, nodes[0]).close)
+            coordinator.introduce_with(nodes[0].introduce)
+            for log in coordinator.logs.values():
+                stack.push_async_callback(_fetching(log, nodes[0]).close)
             own = {*advertised, *map(ip_of, nodes[0].addresses)}
             watch.ports = _ports(address, nodes[0].addresses, own, state_dir)
         metrics = stack.enter_context(Metrics.served(spec.coordinator.metrics_listen))
@@ -349,13 +351,12 @@ async def _resolved(advertise: str | None) -> list[str]:
     return [str(each[4][0]) for each in found]
 
 
-def _fetching(coordinator: Coordinator, node: FirstNode) -> CatchUp | KeptModels:
-    """Start what keeps the coordinator's state up to date."""
-    if isinstance(coordinator.replica.core, ModelKeeper):
-        return coordinator.fetch_models_with(node.fetch_model(coordinator.replica))
-    coordinator.ask_head_with(node.ask_head)
-    coordinator.introduce_with(node.introduce)
-    return coordinator.recover_with(node.recover)
+def _fetching(log: KeptLog, node: FirstNode) -> CatchUp | KeptModels:
+    """Start what keeps a log's state up to date."""
+    if isinstance(log.replica.core, ModelKeeper):
+        return log.fetch_models_with(node.fetch_model(log.replica))
+    log.ask_head_with(node.ask_head(log.name))
+    return log.recover_with(node.recover(log.name))
 
 
 @contextlib.contextmanager
@@ -393,23 +394,83 @@ def _expect_directory(state_dir: Path) -> None:
         )
 
 
-def _resume(
+@dataclass(frozen=True)
+class LogFiles:
+    """The files of one log in a coordinator's directory; those of a dense run lie at the top."""
+
+    state_dir: Path
+    run_id: bytes
+    module: str
+
+    @property
+    def folder(self) -> Path:
+        """The log and its snapshots."""
+        return self.state_dir / log_folder(self.module)
+
+    @property
+    def has_log(self) -> bool:
+        """Whether the log was begun."""
+        return (self.folder / LOG_FILE).exists()
+
+    @property
+    def checkpoints(self) -> Path:
+        """The module's checkpoints."""
+        return self.state_dir / "checkpoints" / self.module
+
+    def file(self, name: str) -> Path:
+        """Return the path of a file that each log has for itself."""
+        return self.state_dir / (f"{self.module}.{name}" if self.module else name)
+
+
+async def _open_log(
+    stack: contextlib.AsyncExitStack,
     spec: RunSpec,
     keys: RunKeys,
-    identifier: bytes,
-    genesis: Callable[[], OuterState],
-    state_dir: Path,
+    files: LogFiles,
+    genesis: Genesis,
+    history: History,
+    *,
+    accept_loss: bool,
+) -> LogParts:
+    """Open a log, or begin it; the history of the run is that of a dense run's log."""
+    had_log = files.has_log
+    core, damage = await asyncio.to_thread(_resume, spec, keys, files, genesis)
+    replica = LiveReplica(core, compute=asyncio.to_thread)
+    stack.push_async_callback(replica.close)  # after all that reads it
+    if files.module:
+        history = History(files.file("history.db"))
+        stack.callback(history.close)
+    signer = _signer(
+        keys,
+        replica,
+        history,
+        files.file(SIGNED_FILE),
+        had_log=had_log,
+        accept_loss=accept_loss,
+    )
+    return LogParts(
+        replica=replica,
+        history=history,
+        checkpoints=files.checkpoints,
+        signer=signer,
+        damage=damage,
+    )
+
+
+def _resume(
+    spec: RunSpec, keys: RunKeys, files: LogFiles, genesis: Genesis
 ) -> tuple[Replica, Damage]:
-    _expect_spec(spec, state_dir / "spec.json")
-    first, root = _genesis_root(genesis, state_dir / "genesis.root")
+    make = partial(genesis, files.module)
+    first, root = _genesis_root(make, files.file("genesis.root"))
+    identifier = log_id(files.run_id, files.module)
     chain = genesis_chain(identifier, root)
-    store = LogStore(state_dir / WHOLE, run_id=identifier, genesis_chain=chain, fsync=True)
+    store = LogStore(files.folder, run_id=identifier, genesis_chain=chain, fsync=True)
     verify_run = partial(verify_run_key, keys.run_public_key)
     try:
         is_logged = spec.method().reduction != "pairs"  # else snapshots have roots for chains
         damage = mend(store, verify_run=verify_run) if is_logged else Damage()
         if 0 not in store.snapshot_positions():
-            first = first if first is not None else _same_genesis(genesis, root)
+            first = first if first is not None else _same_genesis(make, root)
             store.save_snapshot(first, chain)
         first = None  # `resume` loads it again, with all its leaves checked
         module = Module(
@@ -417,6 +478,7 @@ def _resume(
             method=spec.method(),
             layout=store.snapshot(0).layout,
             snapshot_every=spec.round.snapshot_every,
+            name=files.module,
             trust=spec.round.trust,
         )
         kind = ModelKeeper if module.method.reduction == "pairs" else Replica
@@ -439,13 +501,13 @@ def _signer(
     keys: RunKeys,
     replica: LiveReplica,
     history: History,
-    state_dir: Path,
+    path: Path,
     *,
     had_log: bool,
     accept_loss: bool,
 ) -> EpochSigner:
     """Return what signs the epochs, which knows of those in the log and in the history."""
-    signer = EpochSigner(state_dir / SIGNED_FILE, keys.sign)
+    signer = EpochSigner(path, keys.sign)
     here = NONE_SIGNED if replica.opened is None else replica.opened.epoch
     known = max([here, *(summary.epoch for summary in history.rounds(1))])
     if accept_loss:
@@ -459,14 +521,15 @@ def _signer(
     return signer
 
 
-def _keys(state_dir: Path) -> RunKeys:
+def _keys(state_dir: Path, modules: Sequence[str]) -> RunKeys:
     """Return the run's keys; new ones have signed nothing, which is on disk before them.
 
     Keys without a number beside them, as somebody restores them, may have signed any epoch.
     """
     path = state_dir / KEYS_FILE
     if not path.exists():
-        begin(state_dir / SIGNED_FILE)
+        for module in modules:
+            begin(LogFiles(state_dir, b"", module).file(SIGNED_FILE))
     return RunKeys.load_or_create(path)
 
 
@@ -477,7 +540,7 @@ def _expect_spec(spec: RunSpec, path: Path) -> None:
         except SpecError as error:
             raise WrongDirectory(f"{path}: {_DAMAGED} ({error})") from None
         differences = stored.differences(spec)
-        if differences and not _is_unused(path.parent):
+        if differences and not _is_unused(path.parent, stored.modules):
             raise WrongDirectory(
                 f"{path.parent}: holds the state of another run, which differs in "
                 f"{'; '.join(differences[:5])}. To keep both runs, pass --state-dir DIR or give "
@@ -485,39 +548,43 @@ def _expect_spec(spec: RunSpec, path: Path) -> None:
                 f"{path.parent}, which holds its log and keys"
             )
         if differences:
-            _forget_start(path.parent)
+            _forget_start(path.parent, stored.modules)
     partial = path.with_name(".spec.json")
     partial.write_bytes(spec.canonical())
     partial.replace(path)
 
 
-def _is_unused(state_dir: Path) -> bool:
-    """Return whether the run has not begun: it has a log, and its key has signed no epoch.
+def _is_unused(state_dir: Path, modules: Sequence[str]) -> bool:
+    """Return whether the run has not begun: it has its logs, and its key has signed no epoch.
 
-    A directory that has lost its log is not unused, because peers may still have the log.
+    A directory that has lost a log is not unused, because peers may still have it.
     """
-    has_log = (state_dir / WHOLE / LOG_FILE).exists()
-    has_genesis = (state_dir / "genesis.root").exists()
-    return has_log == has_genesis and read_signed(state_dir / SIGNED_FILE)[0] == NONE_SIGNED
+    logs = [LogFiles(state_dir, b"", module) for module in modules]
+    return all(
+        log.has_log == log.file("genesis.root").exists()
+        and read_signed(log.file(SIGNED_FILE))[0] == NONE_SIGNED
+        for log in logs
+    )
 
 
-def _forget_start(state_dir: Path) -> None:
+def _forget_start(state_dir: Path, modules: Sequence[str]) -> None:
     """Remove what a start wrote for a run that never began; its keys and ports stay."""
     log.warning(
         "no peer has begun the run in %s: it takes the edited configuration; an invite that was "
         "copied earlier is void",
         state_dir,
     )
-    (state_dir / "genesis.root").unlink(missing_ok=True)  # first: the rest follows from it
-    shutil.rmtree(state_dir / WHOLE, ignore_errors=True)
-    for leftover in state_dir.glob("history.db*"):
-        leftover.unlink()
+    for files in (LogFiles(state_dir, b"", module) for module in modules):
+        files.file("genesis.root").unlink(missing_ok=True)  # first: the rest follows from it
+        shutil.rmtree(files.folder, ignore_errors=True)
+        for leftover in state_dir.glob(f"{files.file('history.db').name}*"):
+            leftover.unlink()
 
 
-def _genesis_root(genesis: Callable[[], OuterState], path: Path) -> tuple[OuterState | None, bytes]:
+def _genesis_root(make: Callable[[], OuterState], path: Path) -> tuple[OuterState | None, bytes]:
     if path.exists():
         return None, _read_root(path)
-    state = genesis()
+    state = make()
     write_private(path, state.root().hex().encode())
     return state, state.root()
 
@@ -530,8 +597,8 @@ def _read_root(path: Path) -> bytes:
     raise WrongDirectory(f"{path}: {_DAMAGED}")
 
 
-def _same_genesis(genesis: Callable[[], OuterState], root: bytes) -> OuterState:
-    state = genesis()
+def _same_genesis(make: Callable[[], OuterState], root: bytes) -> OuterState:
+    state = make()
     if state.root() != root:
         raise WrongDirectory(
             "the first state is not the one with which this run began: its start was interrupted "

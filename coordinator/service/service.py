@@ -24,6 +24,7 @@ from google.protobuf.message import DecodeError
 
 from atoll.coordinator.admission_control import JoinRequest, Refusal, RefusalStatus
 from atoll.coordinator.coordinator import Coordinator
+from atoll.coordinator.kept_log import KeptLog
 from atoll.coordinator.policies import CallLimits, host_of, source_of
 from atoll.coordinator.rpc import service_pb2 as pb
 from atoll.coordinator.rpc.messages import (
@@ -72,8 +73,8 @@ class Service:
         """Returns gRPC's name of a caller with its true source, if we forward connections."""
         self._run = coordinator
         self._packed_tokenizer = tokenizer
-        self._receiving: dict[int, int] = {}
-        """bytes of the bodies that are on their way, by position"""
+        self._receiving: dict[tuple[bytes, int], int] = {}
+        """bytes of the bodies that are on their way, by log and position"""
         self._calls = CallLimits()
         self._unbegun = CallPlaces(of_one=UNBEGUN_OF_ONE, total=MAX_UNBEGUN)
         self._fetches = CallPlaces(of_one=FETCHES_OF_ONE, total=MAX_FETCHES)
@@ -179,15 +180,17 @@ class Service:
         )
         if self._watch is not None:
             self._watch.joined(request.peer_id, host_of(self.true_caller(call.peer())))
-        genesis = await asyncio.to_thread(self._store.snapshot, 0)
+        log = self._run.place(request.peer_id, request.module)
+        genesis = await asyncio.to_thread(log.replica.store.snapshot, 0)
         return pb.JoinReply(
+            module=log.name,
             spec=self._run.spec.canonical(),
             admission=welcome.admission,
             session=welcome.session,
             layout=genesis.layout.to_json(),
             genesis_root=genesis.root,
-            epoch=self._run.replica.epoch_record,
-            head=_head(self._run.head()),
+            epoch=log.replica.epoch_record,
+            head=_head(log.head()),
             bootstrap=self._run.bootstrap(),
             server_time_s=self._run.now_s(),
             heartbeat_s=self._run.heartbeat_s(),
@@ -224,13 +227,14 @@ class Service:
             evidence=request.evidence,
         )
         roster = await self._run.introduce(request.roster) if request.roster else b""
-        record = self._run.replica.epoch_record
+        log = self._run.log_of(status.module)
+        record = log.replica.epoch_record
         known = request.epoch_sha256 == hashlib.sha256(record).digest()
         evicted = self._run.admission.evicted()
         knows_evicted = request.evicted_sha256 == hashlib.sha256(evicted).digest()
         return pb.HeartbeatReply(
             epoch=b"" if known else record,
-            head=_head(self._run.head()),
+            head=_head(log.head()),
             server_time_s=self._run.now_s(),
             bootstrap=self._run.bootstrap(),
             publish=beat.publish_from is not None,
@@ -248,25 +252,26 @@ class Service:
         self._pace(call)
         if first.WhichOneof("part") != "header":
             raise Refusal(RefusalStatus.INVALID_ARGUMENT, "expected a header first")
-        claim = await self._claim(first.header)
+        self._authenticate(first.header.auth)
+        log = self._run.log_of(first.header.module)
+        claim = await self._claim(log, first.header)
         accepted = False
         if claim is not None:
             with self._slot(claim.entry):
-                yield pb.PublishReply(send_body=True, head=_head(self._run.head()))
+                yield pb.PublishReply(send_body=True, head=_head(log.head()))
                 # Under no name here: this generator stays until its last reply is fetched.
-                accepted = await self._run.accept(
+                accepted = await log.accept(
                     claim,
                     await _receive(parts, claim.entry.body_bytes),
                     first.header.auth.peer_id,
                 )
-        yield pb.PublishReply(accepted=accepted, head=_head(self._run.head()))
+        yield pb.PublishReply(accepted=accepted, head=_head(log.head()))
 
-    async def _claim(self, header: pb.PublishHeader) -> Claim | None:
-        self._authenticate(header.auth)
+    async def _claim(self, log: KeptLog, header: pb.PublishHeader) -> Claim | None:
         _expect_size("entry", header.entry, MAX_RECORD_BYTES)
         _expect_size("certificate", header.certificate, MAX_RECORD_BYTES)
-        claim = await self._run.precheck(header.entry, header.certificate)
-        if claim is None or claim.entry.position in self._receiving:
+        claim = await log.precheck(header.entry, header.certificate)
+        if claim is None or (claim.entry.run_id, claim.entry.position) in self._receiving:
             return None  # not needed, or on its way from another peer
         if header.body_bytes != claim.entry.body_bytes:
             raise Refusal(
@@ -283,16 +288,17 @@ class Service:
             raise Refusal(
                 RefusalStatus.RESOURCE_EXHAUSTED, "too many entries at once; try again later"
             )
-        self._receiving[entry.position] = entry.body_bytes
+        self._receiving[entry.run_id, entry.position] = entry.body_bytes
         try:
             yield
         finally:
-            del self._receiving[entry.position]
+            del self._receiving[entry.run_id, entry.position]
 
     async def _fetch(
         self, request: pb.FetchRequest, _: _Call, __: AsyncIterator[Any]
     ) -> AsyncGenerator[pb.FetchReply]:
-        kinds: dict[str | None, Callable[[Any], AsyncIterator[pb.FetchReply]]] = {
+        store = self._run.log_of(request.module).replica.store
+        kinds: dict[str | None, Callable[[LogStore, Any], AsyncIterator[pb.FetchReply]]] = {
             "entries": self._entries,
             "snapshot": self._snapshot,
             "leaves": self._leaves,
@@ -303,13 +309,15 @@ class Service:
             raise Refusal(
                 RefusalStatus.INVALID_ARGUMENT, "expected entries, snapshot, leaves or tokenizer"
             )
-        async for reply in kinds[what](getattr(request, what or "")):
+        async for reply in kinds[what](store, getattr(request, what or "")):
             yield reply
 
-    async def _entries(self, request: pb.EntryRange) -> AsyncIterator[pb.FetchReply]:
+    async def _entries(
+        self, store: LogStore, request: pb.EntryRange
+    ) -> AsyncIterator[pb.FetchReply]:
         start, stop = request.start, request.start + min(request.count, MAX_ENTRIES)
         while start < stop:
-            records = await asyncio.to_thread(self._store.headers, start, min(64, stop - start))
+            records = await asyncio.to_thread(store.headers, start, min(64, stop - start))
             if not records:
                 return
             for record in records:
@@ -325,13 +333,15 @@ class Service:
                 )
                 yield pb.FetchReply(header=header)
                 if request.bodies:
-                    async for chunk in _in_thread(self._store.body_chunks(record.position)):
+                    async for chunk in _in_thread(store.body_chunks(record.position)):
                         yield pb.FetchReply(chunk=chunk)
             start = records[-1].position + 1
 
-    async def _snapshot(self, request: pb.SnapshotRequest) -> AsyncIterator[pb.FetchReply]:
-        info = await asyncio.to_thread(self._find_snapshot, request)
-        first_body = await asyncio.to_thread(self._store.first_with_bodies)
+    async def _snapshot(
+        self, store: LogStore, request: pb.SnapshotRequest
+    ) -> AsyncIterator[pb.FetchReply]:
+        info = await asyncio.to_thread(_find_snapshot, store, request)
+        first_body = await asyncio.to_thread(store.first_with_bodies)
         yield pb.FetchReply(
             snapshot=pb.SnapshotInfo(
                 position=info.position,
@@ -343,19 +353,17 @@ class Service:
             )
         )
 
-    def _find_snapshot(self, request: pb.SnapshotRequest) -> SnapshotInfo:
-        positions = self._store.snapshot_positions()
-        return self._store.snapshot(positions[-1] if request.latest else request.position)
-
-    async def _leaves(self, request: pb.LeafRange) -> AsyncIterator[pb.FetchReply]:
-        with self._store.lease(request.position):
-            info = await asyncio.to_thread(self._store.snapshot, request.position)
+    async def _leaves(self, store: LogStore, request: pb.LeafRange) -> AsyncIterator[pb.FetchReply]:
+        with store.lease(request.position):
+            info = await asyncio.to_thread(store.snapshot, request.position)
             stop = min(request.start + request.count, len(info.leaf_digests))
             indices = range(request.start, stop)
             async for index, data in _in_thread(_read_leaves(info, indices)):
                 yield pb.FetchReply(leaf=pb.Leaf(index=index, data=data))
 
-    async def _tokenizer(self, _: pb.TokenizerRequest) -> AsyncIterator[pb.FetchReply]:
+    async def _tokenizer(
+        self, _: LogStore, __: pb.TokenizerRequest
+    ) -> AsyncIterator[pb.FetchReply]:
         packed = self._packed_tokenizer
         if not packed:
             raise NotStored("the run's tokenizer does not travel with the run")
@@ -366,10 +374,6 @@ class Service:
         self._pace(call)
         self._run.admission.expect_token(request.token)
         return pb.StatusReply(status=self._run.status().to_json())
-
-    @property
-    def _store(self) -> LogStore:
-        return self._run.replica.store
 
     def _authenticate(self, auth: pb.Auth) -> None:
         _expect_size("peer_id", auth.peer_id, 128)
@@ -453,6 +457,11 @@ async def _in_thread(items: Iterator[T]) -> AsyncIterator[T]:
     """Step through a blocking iterator without blocking the loop."""
     while (item := await asyncio.to_thread(next, items, None)) is not None:
         yield item
+
+
+def _find_snapshot(store: LogStore, request: pb.SnapshotRequest) -> SnapshotInfo:
+    positions = store.snapshot_positions()
+    return store.snapshot(positions[-1] if request.latest else request.position)
 
 
 def _read_leaves(info: SnapshotInfo, indices: range) -> Iterator[tuple[int, bytes]]:

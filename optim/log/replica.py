@@ -76,6 +76,7 @@ from atoll.optim.log.entry import (
     epoch_payload,
     genesis_chain,
     place_before,
+    sha256,
     split_body,
     verify_claims,
     verify_linked,
@@ -266,7 +267,22 @@ def residual_of(method: Method, fragment: Fragment) -> Feedback:
     )
 
 
-WHOLE = "log"  # the only log of a dense run, and the folder in which a coordinator keeps it
+WHOLE = ""  # the module of a dense run, which has one log
+
+
+def log_id(run_id: bytes, module: str) -> bytes:
+    """Return the id of a module's log: the run's own for a dense run, else bound to the name.
+
+    So nothing that is signed for one log of a run counts in another.
+    """
+    if module == WHOLE:
+        return run_id
+    return sha256(b"atoll module 1" + run_id + module.encode())
+
+
+def log_folder(module: str) -> str:
+    """Return the name of the folder in which a module's log lies."""
+    return module or "log"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -274,13 +290,14 @@ class Module:
     """A part of the parameters of a run, decided in one log."""
 
     run_id: bytes
+    """The id of its log (`log_id`), which entries, votes and epochs name."""
     method: Method
     layout: Layout
     """The parameters that the log decides."""
     snapshot_every: int
     """Positions between two state roots, hence between two snapshots."""
     name: str = WHOLE
-    """The name of its log among those of the run."""
+    """Its name among the modules of the run."""
     trust: Trust = "crash"
     """Faults of its electors that the run tolerates."""
 

@@ -17,7 +17,7 @@ from atoll.peer.daemon.supervised import stop_with_stdin
 if TYPE_CHECKING:
     from atoll.coordinator.run.spec import RunSpec
     from atoll.coordinator.run.status import RunStatus
-    from atoll.coordinator.service.server import Running
+    from atoll.coordinator.service.server import Genesis, Running
     from atoll.optim.state.outer_state import OuterState
 
 FOLLOW_S = 0.5  # between two reads of our own state; a round takes seconds
@@ -167,30 +167,34 @@ def spec_in(state_dir: Path) -> RunSpec | None:
         return None  # the coordinator reports a damaged one
 
 
-def first_state(spec: RunSpec, state_dir: Path) -> Callable[[], OuterState]:
-    """Return a factory of the run's first state.
+def first_state(spec: RunSpec, state_dir: Path) -> Genesis:
+    """Return a factory of the first states of the run's modules.
 
-    For a new run the state is built at once, so that a model that cannot be built leaves no
+    For a new run the first one is built at once, so that a model that cannot be built leaves no
     directory behind.
 
     Raises:
         SetupError: the model or the tokenizer is not usable.
     """
-    from atoll.peer.training import trainer
+    from atoll.peer.training import opening
     from atoll.peer.training.permission import Allowed
 
     own = Allowed.everything_in(spec)  # the organiser's own file names it
 
-    def make() -> OuterState:
-        return trainer.first_state(spec, own, own_loop=True)
+    def make(module: str) -> OuterState:
+        if module in made:
+            return made.pop(module)
+        return opening.first_state(spec, own, module=module, own_loop=True)
 
-    made = [] if (state_dir / "genesis.root").exists() else [make()]
-    return lambda: made.pop() if made else make()
+    made: dict[str, OuterState] = {}
+    if not (state_dir / "spec.json").exists():
+        made[spec.modules[0]] = make(spec.modules[0])
+    return make
 
 
 async def _serve(
     spec: RunSpec,
-    genesis: Callable[[], OuterState],
+    genesis: Genesis,
     state_dir: Path,
     *,
     on_ready: Callable[[Running], None],
@@ -253,7 +257,7 @@ async def _tell(up: Running) -> None:
         say(f"resuming after round {status.position}")
     since = status if status.position else None
     await follow(feed, say, interval_s=FOLLOW_S, since=since)
-    checkpoint = up.coordinator.last_checkpoint()
+    checkpoint = up.coordinator.log.last_checkpoint()
     say(f"run complete; checkpoint: {checkpoint or 'none'}")
     say("still serving peers; press Ctrl-C to stop")
 

@@ -189,8 +189,8 @@ def compare(finished: "DemoRun", spec: "RunSpec", device: str) -> "Compared":
     from atoll.coordinator.run.text import loss_text
     from atoll.peer.lab.baseline import BaselinePoint, alone, baseline
     from atoll.peer.lab.summary import Compared
+    from atoll.peer.training.opening import open_corpus
     from atoll.peer.training.permission import Allowed
-    from atoll.peer.training.trainer import open_corpus
 
     corpus = open_corpus(spec, Allowed.everything_in(spec))
     ids = [peer.peer_id for peer in finished.status.peers]

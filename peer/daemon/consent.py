@@ -32,7 +32,7 @@ import torch
 
 from atoll.coordinator.run.spec import RunSpec
 from atoll.coordinator.run.text import size
-from atoll.optim.log.replica import cells_of
+from atoll.optim.log.replica import WHOLE, cells_of
 from atoll.optim.log.store import KEPT_SNAPSHOTS
 from atoll.optim.state.layout import Layout
 from atoll.peer.daemon.membership import FetchTokenizer, Membership
@@ -44,6 +44,7 @@ from atoll.peer.training.data.hub import HUB
 from atoll.peer.training.data.tokens import BYTES
 from atoll.peer.training.machine import memory_total
 from atoll.peer.training.models import expect_source, preset
+from atoll.peer.training.opening import expect_params, open_tokenizer
 from atoll.peer.training.permission import Allowed, with_own_files
 from atoll.peer.training.resources import (
     Resources,
@@ -53,7 +54,6 @@ from atoll.peer.training.resources import (
     resources,
     state_bytes,
 )
-from atoll.peer.training.trainer import expect_params, open_tokenizer
 
 ROUNDS_PER_DAY = 24 * 60  # an example: the time of a round is not known before the first one
 
@@ -85,6 +85,7 @@ def request_of(
     spec: RunSpec,
     layout: Layout,
     *,
+    module: str = WHOLE,
     data: str | None = None,
     tokenizer: str | None = None,
     is_keeper: bool = False,
@@ -93,7 +94,8 @@ def request_of(
 
     Args:
         spec: the spec of the run.
-        layout: names and shapes of the model's parameters.
+        layout: names and shapes of the parameters that this machine would train.
+        module: the module of the run that they are of.
         data: the owner's own data, read instead of the spec's.
         tokenizer: the owner's own tokenizer.
         is_keeper: whether this machine leads and votes instead of training.
@@ -108,7 +110,7 @@ def request_of(
         "the run asks this machine for the following:",
         f"run: {spec.run.name}, {rounds}",
         f"model: {_model(spec)}",
-        f"parameters: {layout.numel:,}",
+        f"parameters: {layout.numel:,}{_part(spec, module)}",
         f"data: {_data(own, is_own=data is not None)}",
         f"tokenizer: {_sent_tokenizer(spec) if is_sent else _tokenizer(own)}",
         f"method: {spec.outer.method}, {spec.outer.inner_steps} steps a round",
@@ -119,8 +121,17 @@ def request_of(
         f"traffic: about {size(traffic)} each way per round of {spec.outer.inner_steps} steps; "
         f"{size(traffic * ROUNDS_PER_DAY)} a day at one round a minute",
     )
-    asked = f"atoll consent v1\0{spec.digest()}\0{layout.numel}".encode()
+    # A peer of a pipeline may serve another stage later; its owner is not asked again for that.
+    amount = layout.numel if module == WHOLE else f"{spec.topology.stages} stages"
+    asked = f"atoll consent v1\0{spec.digest()}\0{amount}".encode()
     return Request(digest=hashlib.sha256(asked).hexdigest(), lines=lines)
+
+
+def _part(spec: RunSpec, module: str) -> str:
+    """Return which part of the model a module is, for people."""
+    if module == WHOLE:
+        return ""
+    return f", {module} of {spec.topology.stages}; the run may move this machine to another stage"
 
 
 def needs_of(spec: RunSpec, layout: Layout) -> Resources:
@@ -299,7 +310,7 @@ class Consent:
             expect_source(spec.model.custom, spec.model.source_sha256)  # before minutes of recovery
         if self._is_sent(spec):
             await keep_tokenizer(spec, fetch_tokenizer, self.paths.tokenizer, show=self.show)
-            self._expect_params(spec, membership.layout)
+            self._expect_params(spec, membership)
 
     def _own_spec(self, spec: RunSpec) -> RunSpec:
         return with_own_files(
@@ -324,17 +335,18 @@ class Consent:
         if self._is_sent(spec):
             extra("tokenizers", "the run's tokenizer")
         else:
-            self._expect_params(spec, membership.layout)  # the owner is shown this
+            self._expect_params(spec, membership)  # the owner is shown this
         expect_room(needs_of(spec, membership.layout), self.paths.root)
 
-    def _expect_params(self, spec: RunSpec, layout: Layout) -> None:
+    def _expect_params(self, spec: RunSpec, membership: Membership) -> None:
         vocab_size = open_tokenizer(spec, self._allowed).vocab_size
-        expect_params(spec, vocab_size, layout.numel)
+        expect_params(spec, vocab_size, membership.layout.numel, module=membership.module)
 
     async def _expect_yes(self, membership: Membership, *, is_keeper: bool) -> None:
         request = request_of(
             membership.spec,
             membership.layout,
+            module=membership.module,
             data=self.data,
             tokenizer=self.tokenizer,
             is_keeper=is_keeper,

@@ -27,6 +27,7 @@ from atoll.coordinator.run.spec import RunSpec
 from atoll.coordinator.run.text import clean
 from atoll.dht.identity import short, verify
 from atoll.dht.roster import PeerRecord
+from atoll.dht.scoped import roster_of, transport_of
 from atoll.optim.log.entry import (
     Certificate,
     Elector,
@@ -37,7 +38,15 @@ from atoll.optim.log.entry import (
     is_quorum,
 )
 from atoll.optim.log.mending import mend
-from atoll.optim.log.replica import LiveReplica, Module, Recovered, RecoveryError, Replay, Replica
+from atoll.optim.log.replica import (
+    LiveReplica,
+    Module,
+    Recovered,
+    RecoveryError,
+    Replay,
+    Replica,
+    log_id,
+)
 from atoll.optim.log.store import KEPT_SNAPSHOTS, LogStore, NotStored, StoreHead
 from atoll.optim.reduction.cells import Bytes
 from atoll.optim.reduction.robust import rule_of
@@ -71,14 +80,16 @@ class LogRun:
         """Build everything; `start` also gives it a state."""
         self._env = env
         spec, membership = env.spec, env.enrolment.membership
-        self._genesis_chain = genesis_chain(env.run_id, membership.genesis_root)
+        identifier = log_id(env.run_id, env.module)
+        self._genesis_chain = genesis_chain(identifier, membership.genesis_root)
         self._source = CoordinatorSource(
             env.client,
             joined.epoch if joined else b"",
             snapshot_every=spec.round.snapshot_every,
         )
         module = Module(
-            run_id=env.run_id,
+            run_id=identifier,
+            name=env.module,
             method=spec.method(),
             layout=membership.layout,
             snapshot_every=spec.round.snapshot_every,
@@ -92,8 +103,8 @@ class LogRun:
             me=env.me,
             sign=env.identity.sign,
             verify=verify,
-            transport=env.node.transport,
-            roster=env.neighbours.roster,
+            transport=transport_of(module.name, env.node.transport),
+            roster=roster_of(module.name, env.neighbours.roster),
             replica=self.replica,
             replay=self._replay,
             scalars=outer_scalars(spec, self._replay),
@@ -235,8 +246,8 @@ class LogRun:
     def _make_replica(self, module: Module) -> LiveReplica:
         env, spec = self._env, self._env.spec
         store = LogStore(
-            env.paths.log,
-            run_id=env.run_id,
+            env.paths.log(module.name),
+            run_id=module.run_id,
             genesis_chain=self._genesis_chain,
             body_budget_bytes=spec.round.log_mb * 1_000_000,
             keep_snapshots=KEPT_SNAPSHOTS,
@@ -286,7 +297,7 @@ class LogRun:
         env = self._env
         if env.make_first is not None:
             with suppress(SetupError):  # the trainer reports it, if it is one there too
-                state: OuterState = await env.compute(env.make_first, env.spec)
+                state: OuterState = await env.compute(env.make_first, env.spec, env.module)
                 if await env.compute(state.root) == env.enrolment.membership.genesis_root:
                     return state
         return await env.fetch_state(self._replay.memory_numel, 0)
@@ -341,6 +352,8 @@ class Publisher:
         self._source = source
         self._replica = replica
         self._rounds = rounds
+        self.is_complete = False
+        """whether the coordinator has all rounds of all modules"""
         self._publishing = False
         self._reported_pruned = False
         self._behind_at: int | None = None
@@ -374,6 +387,7 @@ class Publisher:
 
     async def heed(self, beat: Beat) -> None:
         """Adopt a new epoch, catch up if the coordinator is ahead, send what it asks for."""
+        self.is_complete = beat.finished
         if beat.epoch:
             self._source.epoch_record = beat.epoch
             with suppress(LogError):  # no epoch of this run: the heartbeats continue without it

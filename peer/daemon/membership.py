@@ -67,6 +67,8 @@ class Membership:
     """The coordinator's answer to joining, kept for a start without it."""
 
     spec: RunSpec
+    module: str = ""
+    """The module whose log this peer follows; empty in a dense run."""
     layout: Layout
     genesis_root: bytes
     admission: bytes
@@ -80,6 +82,7 @@ class Membership:
         """Take what is kept of an answer."""
         return cls(
             spec=joined.spec,
+            module=joined.module,
             layout=joined.layout,
             genesis_root=joined.genesis_root,
             admission=joined.admission,
@@ -93,6 +96,7 @@ class Membership:
         fields = {
             "run_id": run_id.hex(),
             "spec": self.spec.canonical().decode(),
+            "module": self.module,
             "layout": self.layout.to_json(),
             "genesis_root": self.genesis_root.hex(),
             "admission": self.admission.hex(),
@@ -106,8 +110,12 @@ class Membership:
     def from_json(cls, raw: bytes) -> Membership:
         """Read what `to_json` returned."""
         fields = json.loads(raw)
+        spec, module = RunSpec.from_json(fields["spec"].encode()), fields.get("module", "")
+        if module not in spec.modules:  # it names files
+            raise ValueError(f"expected a module of the run, got {module!r}")
         return cls(
-            spec=RunSpec.from_json(fields["spec"].encode()),
+            spec=spec,
+            module=module,
             layout=Layout.from_json(fields["layout"]),
             genesis_root=bytes.fromhex(fields["genesis_root"]),
             admission=bytes.fromhex(fields["admission"]),
@@ -157,6 +165,14 @@ class StateDirectory:
             return Membership.from_json(self.paths.run.read_bytes())
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise _not_a_run(self.paths) from error
+
+    def module(self) -> str:
+        """Return the module that this peer followed when it last ran; empty if it did not."""
+        try:
+            earlier = self.recall()
+        except StateDirectoryError:
+            return ""  # joining replaces a damaged record
+        return earlier.module if earlier is not None else ""
 
     def close(self) -> None:
         """Unlock the folder."""

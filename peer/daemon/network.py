@@ -34,6 +34,7 @@ from atoll.peer.daemon.loop_thread import LoopThread
 from atoll.peer.daemon.membership import FetchTokenizer, Membership
 from atoll.peer.daemon.options import LISTEN, PeerOptions
 from atoll.peer.daemon.peer import Admit, MakeFirst, Peer, StartRun
+from atoll.peer.daemon.pipeline_run import PipelineRun
 from atoll.peer.daemon.reducer import RunReducer
 from atoll.peer.paths import peer_state_dir
 
@@ -162,6 +163,11 @@ def open_reducer(
         timeout_s=timeout_s,
     )
     try:
+        if isinstance(thread.value.run, PipelineRun):
+            raise WrongRole(
+                "the run is a pipeline, whose peers hold a stage of the model each; join with "
+                "`atoll peer`"
+            )
         if thread.value.is_keeper:
             raise WrongRole(
                 "the invite is for keepers, which do not train; start `atoll peer` with it, and "
@@ -217,7 +223,9 @@ async def _admit_all(membership: Membership, fetch: FetchTokenizer) -> None:
 
 
 def _kind_of(spec: RunSpec) -> StartRun:
-    return GossipRun.start if spec.method().reduction == "pairs" else LogRun.start
+    if spec.method().reduction == "pairs":
+        return GossipRun.start
+    return PipelineRun.start if spec.topology.stages > 1 else LogRun.start
 
 
 def _log_event(level: Level, text: str) -> None:

@@ -96,8 +96,13 @@ class Environment:
         return self.enrolment.membership.spec
 
     @property
+    def module(self) -> str:
+        """The module whose log this peer follows; empty in a dense run."""
+        return self.enrolment.membership.module
+
+    @property
     def layout(self) -> Layout:
-        """The layout of the run's model."""
+        """The layout of the module's parameters."""
         return self.enrolment.membership.layout
 
     @property
@@ -194,8 +199,8 @@ class RunKind(Protocol):
         ...
 
 
-MakeFirst = Callable[[RunSpec], OuterState]
-"""Builds a run's first state from its spec; takes seconds. Raises SetupError."""
+MakeFirst = Callable[[RunSpec, str], OuterState]
+"""Builds the first state of a run's module from its spec; takes seconds. Raises SetupError."""
 StartRun = Callable[[Environment, Joined | None], Awaitable[RunKind]]
 """Returns a `RunKind` that holds a state."""
 
@@ -268,6 +273,11 @@ class Peer:
         return self._env.spec
 
     @property
+    def module(self) -> str:
+        """The module whose log this peer follows; empty in a dense run."""
+        return self._env.module
+
+    @property
     def position(self) -> int:
         """Entries applied; by gossip, the round."""
         return self.run.position
@@ -331,6 +341,11 @@ class Peer:
                 await self.run.leave()
 
 
+def _needs_others(spec: RunSpec) -> bool:
+    """Return whether a lone trainer waits for others; a stage may have one peer."""
+    return spec.round.min_peers > 1 and spec.topology.stages == 1
+
+
 async def _environment(
     stack: AsyncExitStack,
     options: PeerOptions,
@@ -345,7 +360,9 @@ async def _environment(
     identity = Identity.load_or_create(paths.identity)
     listen = usable(options.listen)
     expect_free(listen, remedy="name another with --listen, or port 0 for any")
-    client = CoordinatorClient(invite, identity, version=version("atoll"))
+    client = CoordinatorClient(
+        invite, identity, version=version("atoll"), module=directory.module()
+    )
     outbox = Outbox()
     announcer = Announcer(on_event, outbox, client.now_s)
     # For what would block the loop: decode, accumulate, apply, hash, SQLite.
@@ -414,11 +431,12 @@ async def _environment(
             options.rates,
             reachability,
             role="keeper" if is_keeper else "trainer",
+            module=enrolment.membership.module,
             keep_addresses=enrolment.keep_addresses,
         ),
         company=Company(
             ask=asking(node.transport),
-            needs_others=not is_keeper and enrolment.membership.spec.round.min_peers > 1,
+            needs_others=not is_keeper and _needs_others(enrolment.membership.spec),
             show=announcer.show,
         ),
         moves=Moves(

@@ -35,13 +35,16 @@ from atoll.peer.daemon.membership import expect_run
 from atoll.peer.daemon.network import WrongRole, open_peer
 from atoll.peer.daemon.options import PeerOptions
 from atoll.peer.daemon.peer import Peer
+from atoll.peer.daemon.pipeline_run import PipelineRun
 from atoll.peer.daemon.reducer import NetworkReducer, RunReducer, TrainerView
 from atoll.peer.daemon.tally import Account
 from atoll.peer.errors import SavedStateError
 from atoll.peer.paths import PeerPaths
+from atoll.peer.training.opening import first_state
 from atoll.peer.training.permission import Allowed, with_own_files
 from atoll.peer.training.ranks import OneRank, SeveralRanks
-from atoll.peer.training.trainer import Trainer, TrainerOptions, first_state
+from atoll.peer.training.stage_learner import StageLearner
+from atoll.peer.training.trainer import StageSeat, Trainer, TrainerOptions
 
 OK, INTERRUPTED = 0, 128 + signal.SIGINT  # exit codes, as shells have them
 STORED_S = 60.0  # at the end of a run: how long to wait for the coordinator to have it all
@@ -201,8 +204,8 @@ def join_and_train(
                         ask=ask,
                         show=lambda line: narrator.tell("info", line),
                     ).admit,
-                    make_first=lambda spec: first_state(
-                        options.spec_with_own_files(spec), options.allowed
+                    make_first=lambda spec, module: first_state(
+                        options.spec_with_own_files(spec), options.allowed, module=module
                     ),
                 )
         except KeyboardInterrupt:
@@ -242,8 +245,9 @@ def _keep(options: RunOptions, peer: Peer, narrator: Narrator, stop: Stop) -> bo
 
 def _train(options: RunOptions, reducer: RunReducer, narrator: Narrator, stop: Stop) -> bool:
     ranks, peer, spec = options.ranks, reducer.peer, reducer.spec
-    state_path = PeerPaths(root=options.peer.state_dir).trainer
+    state_path = PeerPaths(root=options.peer.state_dir).trainer(peer.module)
     run = {
+        "module": peer.module,
         "spec": spec.canonical().decode(),
         "peer_id": peer.peer_id,
         "position": peer.position,
@@ -264,8 +268,11 @@ def _train(options: RunOptions, reducer: RunReducer, narrator: Narrator, stop: S
             paces_s=peer.paces_s,
             window_ends=peer.window_ends,
             is_over=lambda: reducer.progress.is_over(peer.position),
+            stage=_seat(peer),
         ),
     )
+    if isinstance(peer.run, PipelineRun) and isinstance(trainer.learner, StageLearner):
+        peer.run.open_stage(trainer.learner.model.shape)
     stop.call(trainer.stop)
     reducer.progress.watch(lambda: view_of(trainer))
     if run["has_state"]:
@@ -285,6 +292,14 @@ def _train(options: RunOptions, reducer: RunReducer, narrator: Narrator, stop: S
         narrator.tell("info", f"run complete: all {rounds} rounds committed")
         wait_until_stored(peer, STORED_S, stop, narrator.tell)
     return trainer.finished
+
+
+def _seat(peer: Peer) -> StageSeat | None:
+    """Return the stage that a peer serves; None if it trains the whole model."""
+    run = peer.run
+    if not isinstance(run, PipelineRun):
+        return None
+    return StageSeat(module=peer.module, bench=run.bench, is_complete=lambda: run.is_complete)
 
 
 def _shared(reducer: RunReducer, ranks: OneRank) -> Reducer:
@@ -323,7 +338,7 @@ def follow(options: RunOptions) -> None:
     )
     if run["has_state"]:
         with suppress(SavedStateError):  # the first rank reports it
-            trainer.load(PeerPaths(root=options.peer.state_dir).trainer)
+            trainer.load(PeerPaths(root=options.peer.state_dir).trainer(run["module"]))
     trainer.run()
 
 
@@ -341,9 +356,9 @@ def _trainer_options(
         peer_id=run["peer_id"],
         device=options.device,
         position=run["position"],
-        validate_every=1,
+        validate_every=0 if run["module"] else 1,
         validate_share=VALIDATE_SHARE,
-        state_path=PeerPaths(root=options.peer.state_dir).trainer,
+        state_path=PeerPaths(root=options.peer.state_dir).trainer(run["module"]),
         save_every_s=SAVE_EVERY_S,
         allowed=options.allowed,
         share=options.share,

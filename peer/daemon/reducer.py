@@ -293,8 +293,8 @@ class RunReducer(Reducer):
             TimeoutError: the tokenizer took too long to arrive.
         """
         from atoll.peer.training.data.tokens import BYTES
+        from atoll.peer.training.opening import build_model, open_tokenizer
         from atoll.peer.training.permission import Allowed, with_own_files
-        from atoll.peer.training.trainer import build_model, open_tokenizer
 
         named, sent = self.spec.data.tokenizer, None
         if named != BYTES and tokenizer is None and self.spec.data.tokenizer_bytes is not None:

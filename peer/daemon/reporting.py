@@ -369,6 +369,7 @@ class Reporter:
         up, down = self._up.read(sent, now_s), self._down.read(received, now_s)
         position, root = await self._state_digest()
         return PeerStatus(
+            module=self._env.module,
             peer_id=self._env.me.peer_id,
             name=self._env.options.name,
             role="keeper" if self._env.is_keeper else "trainer",

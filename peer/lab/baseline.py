@@ -16,16 +16,14 @@ from atoll.peer.errors import SetupError
 from atoll.peer.training.data import load as data
 from atoll.peer.training.devices import Device
 from atoll.peer.training.learner import Evaluator, Learner
-from atoll.peer.training.trainer import (
-    MAX_DROPPED,
-    MAX_SKIPS,
+from atoll.peer.training.opening import (
     VALID_BATCHES,
-    TrainingFailed,
     build_model,
     open_corpus,
     separate_documents,
     validation,
 )
+from atoll.peer.training.trainer import MAX_DROPPED, MAX_SKIPS, TrainingFailed
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -21,10 +21,10 @@ So T sum(c) <= k max(c) T + sum(v[k:]) for every k, that is
 
     T <= sum(v[k:]) / (sum(c) - k max(c))       for every k with a positive denominator.
 
-Besides, a stage needs at least as many peers as the fastest of all would be, so T is infeasible if
-the stages need more peers than there are; with equal peers this is exact. Fewer peers than stages do
-nothing. The bound ignores memory, whole peers and joiners' downloads,
-so a policy's share of it is at most its share of the true optimum.
+Besides, a stage needs at least as many peers as the fastest of all would be. If the stages need
+more than there are, T is out of reach; with equal peers this bound is exact. Fewer peers than
+stages do nothing. The bound ignores memory and the joiners' downloads, so a policy's share of it is
+at most its share of the true optimum.
 """
 
 from __future__ import annotations

@@ -38,9 +38,9 @@ from atoll.peer.training import models
 from atoll.peer.training.data import load as data
 from atoll.peer.training.hf import lora
 from atoll.peer.training.hf.beginning import with_shape
+from atoll.peer.training.opening import build_model
 from atoll.peer.training.permission import Allowed
 from atoll.peer.training.resources import Resources, Weights, memory_bytes, resources
-from atoll.peer.training.trainer import build_model
 
 # Fitted constants; docs/benchmarks/plan.md describes the measurements and their errors.
 ROUND_TRIPS = 4.0  # the last report, the group, the results, the votes

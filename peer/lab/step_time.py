@@ -20,8 +20,8 @@ from atoll.peer.lab.plan import PlanError, bare_model
 from atoll.peer.training.data import load as data
 from atoll.peer.training.devices import Device
 from atoll.peer.training.learner import Learner
+from atoll.peer.training.opening import build_model
 from atoll.peer.training.permission import Allowed
-from atoll.peer.training.trainer import build_model
 
 PROBE_S = 2.0  # time limit for timing steps; half as much more for Muon
 PROBE_MAX_PARAMS = 200_000_000  # limit on a CPU, where a larger model's step takes half a minute

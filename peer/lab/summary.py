@@ -33,13 +33,8 @@ from atoll.peer.paths import PeerPaths
 from atoll.peer.training import saved
 from atoll.peer.training.devices import Device
 from atoll.peer.training.learner import Evaluator
+from atoll.peer.training.opening import build_model, open_corpus, separate_documents, validation
 from atoll.peer.training.permission import Allowed
-from atoll.peer.training.trainer import (
-    build_model,
-    open_corpus,
-    separate_documents,
-    validation,
-)
 
 FP32_BYTES = 4
 
@@ -176,7 +171,7 @@ def read_log(run: DemoRun, checkpoint: Checkpoint) -> list[Entry]:
 
 def distance_to_mean(run: DemoRun, spec: RunSpec) -> float:
     """Return the peers' mean distance from their mean, from the states they saved at the end."""
-    paths = [PeerPaths(root=peer.folder).trainer for peer in run.peers]
+    paths = [PeerPaths(root=peer.folder).trainer() for peer in run.peers]
     trees = [saved.load(path, kind="trainer", run=spec.digest()) for path in paths]
     params_PN = torch.stack([tree["worker"]["synced_N"] for tree in trees])
     mean_N = params_PN.mean(0)

@@ -24,9 +24,9 @@ from atoll.peer.training.data.corpus import Corpus, LocalCorpus, even_windows
 from atoll.peer.training.data.shards import TokenFiles
 from atoll.peer.training.data.tokens import Tokenizer
 from atoll.peer.training.devices import Device
+from atoll.peer.training.opening import open_corpus
 from atoll.peer.training.permission import Allowed, with_own_files
 from atoll.peer.training.trained import Trained
-from atoll.peer.training.trainer import open_corpus
 
 
 @dataclass(frozen=True, kw_only=True)

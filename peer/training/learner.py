@@ -40,6 +40,8 @@ class Gradient:
     """Mean loss in nats."""
     norm: float
     """L2 norm before clipping."""
+    tokens: int
+    """Positions behind it."""
 
     @property
     def is_finite(self) -> bool:
@@ -187,7 +189,8 @@ class Learner:
         if self._scaler is not None:
             self._scaler.update()  # after an overflow, whose norm is not finite, scale less
         loss_value, norm_value = both.tolist()
-        return Gradient(loss=loss_value, norm=norm_value)
+        tokens = sum(batch[:, 1:].numel() for batch in batches)
+        return Gradient(loss=loss_value, norm=norm_value, tokens=tokens)
 
     def _smaller(self, error: RuntimeError) -> Fit:
         can_recompute = models.can_recompute(self.model)

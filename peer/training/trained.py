@@ -13,13 +13,13 @@ from atoll.coordinator.checkpoints import Checkpoint
 from atoll.coordinator.run.spec import RunSpec
 from atoll.peer.errors import SetupError
 from atoll.peer.training.data.tokens import Tokenizer
-from atoll.peer.training.permission import Allowed, with_own_files
-from atoll.peer.training.trainer import (
+from atoll.peer.training.opening import (
     build_model,
     expect_params,
     open_tokenizer,
     separate_documents,
 )
+from atoll.peer.training.permission import Allowed, with_own_files
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -27,6 +27,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -35,22 +36,33 @@ from torch import Tensor, nn
 
 from atoll.coordinator.run.spec import RunSpec
 from atoll.optim import schedules
+from atoll.optim.methods.base import Method
 from atoll.optim.methods.worker import Worker, WorkerStatistics
 from atoll.optim.reducer import Commit, Contribution, Reducer, Settle
 from atoll.optim.state.layout import Fragment, Layout
-from atoll.optim.state.outer_state import OuterState
 from atoll.optim.state.places import Places
-from atoll.peer.errors import ModelError, SavedStateError
+from atoll.peer.errors import SavedStateError
+from atoll.peer.pipeline.carrier import Workbench
 from atoll.peer.training import models, saved
 from atoll.peer.training.data import load as data
 from atoll.peer.training.data.prefetch import Prefetched
-from atoll.peer.training.data.remarks import Remark, expect_text, remarks
+from atoll.peer.training.data.remarks import Remark, remarks
 from atoll.peer.training.devices import Device
-from atoll.peer.training.hf import lora
-from atoll.peer.training.hf.beginning import begin_, expect_init, with_shape
 from atoll.peer.training.learner import Evaluator, Learner
+from atoll.peer.training.opening import (
+    VALID_BATCHES,
+    build_model,
+    build_stage,
+    open_corpus,
+    open_tokenizer,
+    separate_documents,
+    validation,
+)
 from atoll.peer.training.permission import Allowed
 from atoll.peer.training.ranks import OneRank, held_out_loss
+from atoll.peer.training.stage_compute import expect_runs as expect_stage_runs
+from atoll.peer.training.stage_learner import StageLearner, StoppedInStep, codecs_of
+from atoll.peer.training.stages import StageModel
 from atoll.peer.training.statistics import (
     LONGER,
     WARM_STEPS,
@@ -69,7 +81,6 @@ MAX_SKIPS = 10  # a bad batch costs one step; corrupted parameters cost every st
 SHIFTED_FROM, SHIFTED_TO = 0.1, 0.5
 MAX_DROPPED = 5  # windows; so many in a row are a fault of the data or the settings, not bad luck
 SAVE_SHARE = 0.02  # of the time: for the copy in the trainer's thread, and for the disk beside it
-VALID_BATCHES = 16  # 16k tokens of nano: half a second on one core
 RATE_STEPS = 32  # over which tokens per second are measured, waits included
 SHARE_STEPS = 9  # recent steps; a rest is a multiple of their median
 
@@ -82,6 +93,18 @@ class TrainingFailed(RuntimeError):
 
 class _Stopped(Exception):
     """The trainer was stopped during a validation."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageSeat:
+    """The stage that a peer serves in a pipeline, as its trainer needs it."""
+
+    module: str
+    """The module's name in the run."""
+    bench: Workbench
+    """The jobs that the pipeline has for this stage."""
+    is_complete: Callable[[], bool] = lambda: True
+    """Returns whether all stages of the run are done."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,6 +140,8 @@ class TrainerOptions:
     """Returns whether the run is complete, which a peer within a window may not know yet."""
     ranks: OneRank = field(default_factory=OneRank)
     """The processes that train as this peer; all have the same options but for what is called."""
+    stage: StageSeat | None = None
+    """The stage of a pipeline that this peer serves; None trains the whole model."""
     clock: Callable[[], float] = field(default=time.perf_counter)
     """Returns seconds from any origin; used only to measure speed."""
 
@@ -148,39 +173,18 @@ class Trainer:
         self.spec, self.options = spec, options or TrainerOptions()
         method = spec.method()
         self.device = Device.choose(self.options.device, spec.inner.precision)
-        allowed = self.options.allowed
-        self.corpus = corpus or open_corpus(spec, allowed)
-        if model is None:
-            model = build_model(spec, self.corpus.tokenizer.vocab_size, allowed)
-        separate_documents(spec, model, self.corpus.tokenizer)
-        self.timetable = spec.timetable(len(method.fragments(Layout.of(model))))
-        self.learner = Learner(
-            model,
-            spec.inner,
-            self.device,
-            total_steps=self.timetable.total_steps,
-            optimizer=method.inner,
-            ranks=self.options.ranks,
-        )
         self._ranks = self.options.ranks
         self._name = self._ranks.own_name(self.options.peer_id)
-        if spec.model.custom is not None:
-            with self.device.autocast():
-                models.expect_runs(
-                    spec.model.custom,
-                    model,
-                    self.device.device,
-                    vocab_size=self.corpus.tokenizer.vocab_size,
-                    seq_len=spec.data.seq_len,
-                )
-        self._stream = Prefetched(
-            self.corpus.stream(
-                seed=spec.run.seed,
-                peer_id=self._name,
-                batch_size=spec.inner.batch_size,
-                seq_len=spec.data.seq_len,
-            )
-        )
+        self._stopping = threading.Event()
+        self._held_out: list[Tensor] = []
+        """validation microbatches of a first stage, once they were drawn"""
+        self._held_out_next = 0
+        self.corpus = corpus or self._opened_corpus()
+        if model is None:
+            model = self._build()
+        self.timetable = spec.timetable(len(method.fragments(Layout.of(model))))
+        self._stream = self._opened_stream()
+        self.learner = self._learner_of(model, method)
         self._reducer = WatchedReducer(reducer, self._committed)
         at = self.options.position
         self._progress = TrainerCounters(position=at, seen_position=at)
@@ -200,7 +204,6 @@ class Trainer:
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="save")
         self._saving: Future[None] | None = None
         self._save_after_s = 0.0
-        self._stopping = threading.Event()
         self._evaluator: Evaluator | None = None
         self._saved_at_s = self.options.clock()
         self._method = method
@@ -220,6 +223,73 @@ class Trainer:
             precision=self.device.precision,
         )
 
+    def _opened_corpus(self) -> data.Corpus | None:
+        """Return the run's text; None at a stage that draws none."""
+        seat = self.options.stage
+        if seat is not None and seat.module != self.spec.modules[0]:
+            return None
+        return open_corpus(self.spec, self.options.allowed)
+
+    def _build(self) -> nn.Module:
+        """Build the run's model, or this peer's stage of it, on the CPU."""
+        spec, allowed, seat = self.spec, self.options.allowed, self.options.stage
+        tokenizer = self.corpus.tokenizer if self.corpus else open_tokenizer(spec, allowed)
+        if seat is None:
+            return build_model(spec, tokenizer.vocab_size, allowed)
+        return build_stage(spec, seat.module, tokenizer.vocab_size, allowed)
+
+    def _opened_stream(self) -> Prefetched | None:
+        """Return this peer's training data; None at a stage that draws none."""
+        if self.corpus is None:
+            return None
+        return Prefetched(
+            self.corpus.stream(
+                seed=self.spec.run.seed,
+                peer_id=self._name,
+                batch_size=self.spec.inner.batch_size,
+                seq_len=self.spec.data.seq_len,
+            )
+        )
+
+    def _learner_of(self, model: nn.Module, method: Method) -> Learner | StageLearner:
+        """Move the model to the device, with its inner optimizer, and try it there."""
+        spec, total_steps = self.spec, self.timetable.total_steps
+        if isinstance(model, StageModel):
+            assert self.options.stage is not None
+            learner = StageLearner(
+                model,
+                spec.inner,
+                self.device,
+                self.options.stage.bench,
+                codecs_of(spec),
+                draw=self._draw if model.is_first else None,
+                total_steps=total_steps,
+                optimizer=method.inner,
+                is_stopped=lambda: self._stopping.is_set() or self.options.is_over(),
+            )
+            expect_stage_runs(spec.model.title, learner.compute, sequences=spec.inner.batch_size)
+            return learner
+        assert self.corpus is not None  # a whole model needs text
+        separate_documents(spec, model, self.corpus.tokenizer)
+        whole = Learner(
+            model,
+            spec.inner,
+            self.device,
+            total_steps=total_steps,
+            optimizer=method.inner,
+            ranks=self._ranks,
+        )
+        if spec.model.custom is not None:
+            with self.device.autocast():
+                models.expect_runs(
+                    spec.model.custom,
+                    model,
+                    self.device.device,
+                    vocab_size=self.corpus.tokenizer.vocab_size,
+                    seq_len=spec.data.seq_len,
+                )
+        return whole
+
     # --- callable from any thread
 
     def statistics(self) -> TrainerStatistics:
@@ -228,6 +298,8 @@ class Trainer:
 
     def remarks(self) -> list[Remark]:
         """Return what the owner should know of the text, each with its level."""
+        if self.corpus is None:
+            return []
         rounds, at = self.spec.run.rounds, self.options.position
         left = self.timetable.total_steps - self.timetable.steps_until(at) if rounds else None
         return list(remarks(self.spec, self.corpus, steps_left=left))
@@ -254,15 +326,18 @@ class Trainer:
         self.device.activate()
         try:
             while not self._ranks.agreed(self._stopping.is_set()) and not self.finished:
-                self.step()
-                self._save_when_due()
+                with suppress(StoppedInStep):
+                    self.step()
+                    self._save_when_due()
                 if self._ranks.agreed(self.options.is_over()):
                     self._reducer.wait()  # delivers the last round; no other follows
                     self._validate_when_due()
             if self.options.state_path is not None:
                 self.save(self.options.state_path)
+            self._serve_others()
         finally:
-            self._stream.close()
+            if self._stream is not None:
+                self._stream.close()
             self._writer.shutdown()
             self._publish(phase=TrainerPhase.FINISHED if self.finished else TrainerPhase.STOPPED)
 
@@ -281,17 +356,19 @@ class Trainer:
         # Dropout of this step follows from its name, so a restart repeats it.
         name = f"{self.spec.run.seed}/{self._name}/{self._progress.steps}"
         seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big")
-        inner = self.spec.inner
-        batches = [self._stream.next_batch() for _ in range(inner.grad_accumulation)]
+        batches = self._batches()
         began_s, apart_s = self.options.clock(), self._apart_s()
-        gradient = self.learner.gradient(batches, step=self.schedule_step, seed=seed)
+        if isinstance(self.learner, StageLearner):
+            gradient = self.learner.gradient(step=self.schedule_step)
+        else:
+            gradient = self.learner.gradient(batches, step=self.schedule_step, seed=seed)
         self._rest(self.options.clock() - began_s)
         self._progress.steps += 1
         self._steps_here += 1
         self._progress.since_commit += 1
         step_s = self.options.clock() - began_s
         if gradient.is_finite:
-            self._take(gradient.loss, sum(batch[:, 1:].numel() for batch in batches))
+            self._take(gradient.loss, gradient.tokens)
         else:
             self._skip(gradient.loss, gradient.norm)
         took_s = self.options.clock() - began_s - (self._apart_s() - apart_s)
@@ -299,10 +376,38 @@ class Trainer:
         self._measure(step_s)
         self._validate_when_due()
 
+    def _batches(self) -> list[Tensor]:
+        """Draw the batches of a step; a stage's come one by one, as the pipeline takes them."""
+        if self._stream is None or isinstance(self.learner, StageLearner):
+            return []
+        return [self._stream.next_batch() for _ in range(self.spec.inner.grad_accumulation)]
+
+    def _draw(self, *, trains: bool) -> Tensor:
+        """Draw a microbatch at the first stage of a pipeline."""
+        assert self._stream is not None and self.corpus is not None
+        if trains:
+            return self._stream.next_batch()
+        if not self._held_out:
+            self._held_out = validation(self.spec, self.corpus)
+        self._held_out_next += 1
+        return self._held_out[self._held_out_next % len(self._held_out)]
+
+    def _serve_others(self) -> None:
+        """Compute for the other stages until the run is complete, or this peer is stopped."""
+        seat = self.options.stage
+        if seat is None or not isinstance(self.learner, StageLearner):
+            return
+        while not self._stopping.is_set() and self.finished and not seat.is_complete():
+            self.learner.serve()
+
     def _apart_s(self) -> float:
         """Seconds that the worker has spent on other things than steps."""
         stats = self.worker.statistics()
-        return stats.wait_s + stats.outer_s
+        return stats.wait_s + stats.outer_s + self._starved_s()
+
+    def _starved_s(self) -> float:
+        """Seconds that a stage had nothing to compute."""
+        return self.learner.waited_s if isinstance(self.learner, StageLearner) else 0.0
 
     def time_spent(self) -> TimeSpent:
         """Return what this process has spent so far, from its first step on."""
@@ -311,7 +416,7 @@ class Trainer:
             total_s=now_s - self._began_s if self._began_s is not None else 0.0,
             train_s=self._train_s,
             outer_s=stats.outer_s - self._before.outer_s,
-            wait_s=stats.wait_s - self._before.wait_s,
+            wait_s=stats.wait_s - self._before.wait_s + self._starved_s(),
             validate_s=self._validate_s,
             save_s=self._save_s,
         )
@@ -343,6 +448,7 @@ class Trainer:
         Raises:
             DataError: a streamed data set has too little validation text.
         """
+        assert self.corpus is not None  # a stage is evaluated through the pipeline
         if self._ranks.size > 1:
             texts = validation(self.spec, self.corpus, batches)
             return held_out_loss(self.worker, self.device, texts, self._ranks, between=between)
@@ -363,7 +469,8 @@ class Trainer:
         """
         worker, frozen = self.worker.state_dict(), self._frozen()
         worker["model"] = {k: v for k, v in worker["model"].items() if k not in frozen}
-        streams = self._ranks.gathered(self._stream.state_dict())
+        stream = self._stream.state_dict() if self._stream is not None else {}
+        streams = self._ranks.gathered(stream)
         return {
             "peer_id": self.options.peer_id,
             "worker": worker,
@@ -453,6 +560,8 @@ class Trainer:
 
     def _load_stream(self, state: Mapping[str, Any]) -> None:
         """Resume this rank's data, if the state is of as many ranks; else they begin anew."""
+        if self._stream is None:
+            return
         streams = state["ranks"] if "ranks" in state else [state]
         if len(streams) == self._ranks.size:
             self._stream.load_state_dict(streams[self._ranks.rank])
@@ -737,140 +846,3 @@ class WatchedReducer:
             self._fragments.clear()
         elif commit.settles:
             self._fragments.discard(commit.fragment)
-
-
-def open_corpus(spec: RunSpec, allowed: Allowed | None = None) -> data.Corpus:
-    """Open the data of a run.
-
-    Args:
-        spec: the spec of the run.
-        allowed: files that this machine's owner lets the spec name; none by default.
-
-    Raises:
-        DataError: the text is not allowed, missing, empty, too short or needs an extra.
-    """
-    section, allowed = spec.data, allowed or Allowed()
-    allowed.expect_data(spec)
-    allowed.expect_tokenizer(spec)
-    corpus = data.open_corpus(
-        section.source,
-        format=section.format,
-        tokenizer=section.tokenizer,
-        tokenizer_sha256=section.tokenizer_sha256,
-        text_field=section.text_field,
-        valid_fraction=section.valid_fraction,
-        split=section.split,
-        revision=section.revision,
-        seq_len=section.seq_len,
-        public=section.source not in allowed.files,
-    )
-    expect_text(spec, corpus)
-    return corpus
-
-
-def open_tokenizer(spec: RunSpec, allowed: Allowed | None = None) -> data.Tokenizer:
-    """Open the tokenizer of a run; raise DataError if it is not allowed or not usable."""
-    (allowed or Allowed()).expect_tokenizer(spec)
-    return data.open_tokenizer(spec.data.tokenizer, sha256=spec.data.tokenizer_sha256)
-
-
-def build_model(
-    spec: RunSpec,
-    vocab_size: int,
-    allowed: Allowed | None = None,
-    *,
-    own_loop: bool = False,
-    is_first: bool = False,
-) -> nn.Module:
-    """Build the model of a run on the CPU, with weights drawn from the run's seed.
-
-    If the spec names weights, frozen parameters are theirs.
-
-    Args:
-        spec: the spec of the run.
-        vocab_size: number of tokens of the run's tokenizer.
-        allowed: custom models that this machine's owner lets the spec name; none by default.
-        own_loop: accept a model that takes no tokens, which only a loop of its own can train.
-        is_first: take the trained parameters from those weights too, as for the first state.
-
-    Raises:
-        ModelError: the preset, the overrides, the custom model or the weights are not usable.
-        ExtraMissing: the spec names adapters, and `peft` is not installed.
-    """
-    allowed = allowed or Allowed()
-    if spec.model.lora is not None:  # adapters alone say nothing of the size beneath them
-        expect_init(spec, allowed.files)
-    if spec.model.init in allowed.files:
-        spec = with_shape(spec)
-    model = models.build(
-        spec.model.preset,
-        custom=spec.model.custom,
-        overrides=spec.model.overrides,
-        vocab_size=vocab_size,
-        seq_len=spec.data.seq_len,
-        seed=spec.run.seed,
-        allowed=allowed.models,
-        source_sha256=None if allowed.any_source else spec.model.source_sha256,
-        own_loop=own_loop,
-    )
-    begin_(model, spec, files=allowed.files, is_first=is_first)
-    return model
-
-
-def separate_documents(spec: RunSpec, model: nn.Module, tokenizer: data.Tokenizer) -> None:
-    """Let a model tell documents apart if the run packs them so; raise ModelError if it cannot."""
-    if spec.data.packing == "documents":
-        models.separate_documents(model, tokenizer.end_token)
-
-
-def first_state(spec: RunSpec, allowed: Allowed, *, own_loop: bool = False) -> OuterState:
-    """Build the state with which a run begins; takes seconds for large models.
-
-    Args: as `build_model`.
-
-    Raises:
-        SetupError: the model or the tokenizer is not usable.
-    """
-    vocab_size = open_tokenizer(spec, allowed).vocab_size
-    model = build_model(spec, vocab_size, allowed, own_loop=own_loop, is_first=True)
-    layout = Layout.of(model)
-    params_N = layout.flatten(model)
-    del model  # of a large one, as much again as the vector
-    return spec.method().genesis(layout, params_N)
-
-
-def expect_params(spec: RunSpec, vocab_size: int, claimed: int) -> None:
-    """Check the size of a run's built-in model before it takes any memory.
-
-    A custom model is its owner's code; only running it would show its size.
-
-    Args:
-        spec: the spec of the run.
-        vocab_size: number of tokens of the run's tokenizer.
-        claimed: number of parameters by the word of a coordinator or a checkpoint.
-
-    Raises:
-        ModelError: the model has another size, or cannot be built.
-    """
-    if spec.model.custom is not None:
-        return
-    config = models.preset(
-        spec.model.preset,
-        spec.model.overrides,
-        vocab_size=vocab_size,
-        seq_len=spec.data.seq_len,
-    )
-    adapters = spec.model.lora
-    trained = config.num_params if adapters is None else lora.num_params(config, adapters)
-    if trained != claimed:
-        raise ModelError(
-            f"expected a model of {claimed:,} parameters, as was claimed, got a spec of one with "
-            f"{trained:,}; ask the organiser, and check --tokenizer"
-        )
-
-
-def validation(spec: RunSpec, corpus: data.Corpus, batches: int = VALID_BATCHES) -> list[Tensor]:
-    """Return the fixed validation batches of a run, int64 `(B, T + 1)` each."""
-    return corpus.validation(
-        batches=batches, batch_size=spec.inner.batch_size, seq_len=spec.data.seq_len
-    )

@@ -60,23 +60,23 @@ async def two_epochs(net: kit.Net, clock: Clock) -> None:
     one, *_ = await net.started()
     for count in (3, 2):
         for _ in range(count):
-            entry, body = net.swarm.entry(net.run_id, coordinator.head())
+            entry, body = net.swarm.entry(net.run_id, coordinator.log.head())
             assert await net.publish(one, entry, body)
         trace = RoundReport(
-            position=coordinator.head().position - 1,
-            epoch=coordinator.head().epoch,
+            position=coordinator.log.head().position - 1,
+            epoch=coordinator.log.head().epoch,
             included=True,
             seconds={"send": 1.0},
         )
-        position = coordinator.head().position
+        position = coordinator.log.head().position
         await one.heartbeat(net.swarm.status(0, position=position), traces=[trace])
-        while coordinator.head().epoch == 0:
+        while coordinator.log.head().epoch == 0:
             clock.now_s += 1.0
             for index in range(3):
                 status = net.swarm.status(index, state="syncing", position=position)
                 await net.clients[index].heartbeat(status)
             await coordinator.tick()
-    assert (coordinator.head().epoch, coordinator.head().position) == (1, 5)
+    assert (coordinator.log.head().epoch, coordinator.log.head().position) == (1, 5)
 
 
 @pytest.fixture(autouse=True)
@@ -145,8 +145,8 @@ def test_a_lost_log_comes_back_from_the_peers(folder: Path, lost: str, knows: st
                     for index, client in enumerate(clients):
                         await client.heartbeat(swarm.status(index, **status))
                     await coordinator.tick()
-                    if coordinator._catching_up and coordinator._catching_up._task:
-                        await coordinator._catching_up._task
+                    if coordinator.log._catching_up and coordinator.log._catching_up._task:
+                        await coordinator.log._catching_up._task
 
             def texts() -> list[str]:
                 return [event.text for event in coordinator.status().events]
@@ -156,25 +156,25 @@ def test_a_lost_log_comes_back_from_the_peers(folder: Path, lost: str, knows: st
                 assert coordinator.status().history == before.history  # nothing is forgotten
             # Fresh peers answer, and hold no epoch: that proves nothing, and none is opened.
             await pass_time(2 * (STALL_S + LEARN_S))
-            assert coordinator.replica.opened is None
+            assert coordinator.log.replica.opened is None
             # Peers that hold the run.
-            coordinator.ask_head_with(answering(swarm, donor))
-            catching_up = coordinator.recover_with(recovering(StoreSource(donor)))
+            coordinator.log.ask_head_with(answering(swarm, donor))
+            catching_up = coordinator.log.recover_with(recovering(StoreSource(donor)))
             await pass_time(3 * LAG_S, state="training", epoch=1, position=5)
             assert "epoch 1 learned from peers; fetching its entries" in texts()
-            assert coordinator.head() == donor.head
-            assert coordinator.replica.state.root() == donor.state.root()
-            assert coordinator.replica.electorate == donor.electorate
+            assert coordinator.log.head() == donor.head
+            assert coordinator.log.replica.state.root() == donor.state.root()
+            assert coordinator.log.replica.electorate == donor.electorate
             after = coordinator.status()
             assert after.tokens_total == before.tokens_total
             assert after.history == before.history or knows == "nothing"
             # A stall now opens epoch 2, and no epoch 0 or 1 again.
             if knows == "nothing":  # any peer may have a newer one
                 await pass_time(LEARN_S - 3 * LAG_S - 5, state="syncing", epoch=1, position=5)
-                assert coordinator._epochs.lacks_epochs
+                assert coordinator.log._epochs.lacks_epochs
                 await pass_time(6, state="syncing", epoch=1, position=5)
             await pass_time(STALL_S + 5, state="syncing", epoch=1, position=5)
-            assert (coordinator.head().epoch, coordinator.head().position) == (2, 5)
+            assert (coordinator.log.head().epoch, coordinator.log.head().position) == (2, 5)
             assert (folder / SIGNED_FILE).read_text() == "2\n"
             await catching_up.close()
         donor.store.close()
@@ -204,17 +204,17 @@ def test_an_old_copy_of_the_log_signs_no_epoch_that_peers_hold(folder: Path) -> 
         async with kit.net(folder, swarm) as net:
             net.up.coordinator._steady = clock
             await stalled(net, clock, STALL_S + 5)
-            assert net.up.coordinator.head().epoch == 1
+            assert net.up.coordinator.log.head().epoch == 1
         shutil.rmtree(folder / "log")
         shutil.copytree(old, folder / "log")
         async with kit.net(folder, swarm) as net:
             net.up.coordinator._steady = clock
             await stalled(net, clock, 4 * STALL_S)
-            assert net.up.coordinator.head().epoch == 0  # whoever answers without epoch 1
+            assert net.up.coordinator.log.head().epoch == 0  # whoever answers without epoch 1
         async with kit.net(folder, swarm, accept_loss=True) as net:
             net.up.coordinator._steady = clock
             await stalled(net, clock, STALL_S + 5)
-            assert net.up.coordinator.head().epoch == 2  # the number is skipped, not used again
+            assert net.up.coordinator.log.head().epoch == 2  # the number is skipped, not used again
 
     kit.run(main())
 
@@ -230,7 +230,7 @@ def test_an_epoch_that_a_crash_cut_short_is_skipped_at_once(folder: Path) -> Non
         async with kit.net(folder, swarm) as net:
             net.up.coordinator._steady = clock
             await stalled(net, clock, STALL_S + 5)
-            assert net.up.coordinator.head().epoch == 2
+            assert net.up.coordinator.log.head().epoch == 2
         assert (folder / SIGNED_FILE).read_text() == "2\n"
 
     kit.run(main())
@@ -249,7 +249,7 @@ def test_an_old_copy_of_the_log_voids_no_rounds_that_peers_hold(folder: Path) ->
             client = net.client(0)
             await client.join()
             for _ in range(3):
-                entry, body = swarm.entry(net.run_id, net.up.coordinator.head())
+                entry, body = swarm.entry(net.run_id, net.up.coordinator.log.head())
                 assert await net.publish(client, entry, body)
             tokens = net.up.coordinator.status().tokens_total
         donor = donor_of(folder, net)
@@ -261,7 +261,7 @@ def test_an_old_copy_of_the_log_voids_no_rounds_that_peers_hold(folder: Path) ->
             texts = [event.text for event in coordinator.status().events]
             assert any("the log here ends after round 0 of 3" in text for text in texts)
             await stalled(net, clock, 2 * STALL_S)
-            assert coordinator.head().epoch == 0
+            assert coordinator.log.head().epoch == 0
             client = net.client(0)
             await client.join()
             for position in range(3):
@@ -275,14 +275,14 @@ def test_an_old_copy_of_the_log_voids_no_rounds_that_peers_hold(folder: Path) ->
                     body=donor.store.body(position),
                 )
             await stalled(net, clock, STALL_S + 5)
-            assert (coordinator.head().epoch, coordinator.head().position) == (1, 3)
+            assert (coordinator.log.head().epoch, coordinator.log.head().position) == (1, 3)
             assert coordinator.status().tokens_total == tokens
         shutil.rmtree(folder / "log")
         shutil.copytree(old, folder / "log")
         async with kit.net(folder, swarm, accept_loss=True) as net:
             net.up.coordinator._steady = clock
             await stalled(net, clock, STALL_S + 5)
-            assert net.up.coordinator.head().epoch == 2
+            assert net.up.coordinator.log.head().epoch == 2
             assert net.up.coordinator.status().tokens_total == 0
         donor.store.close()
 
@@ -302,6 +302,6 @@ def test_nobody_knows_how_many_epochs_were_signed(folder: Path) -> None:
             coordinator = net.up.coordinator
             coordinator._steady = clock
             await net.started()
-            assert coordinator.head().epoch >= server.MANY_EPOCHS
+            assert coordinator.log.head().epoch >= server.MANY_EPOCHS
 
     kit.run(main())

@@ -47,7 +47,7 @@ def test_nine_keys_with_heartbeats_alone_open_no_run(tmp_path: Path) -> None:
             await net.up.coordinator.tick()
             assert net.up.coordinator.status().state == "waiting"
             await net.started()  # beside them, peers that answer
-            named = {e.peer_id for e in net.up.coordinator.replica.electorate}
+            named = {e.peer_id for e in net.up.coordinator.log.replica.electorate}
             assert named == {i.peer_id for i in net.swarm.identities}
 
     kit.run(main())
@@ -64,7 +64,7 @@ def test_a_later_epoch_is_for_those_in_the_log_or_with_a_log(
             coordinator, clock = net.up.coordinator, Clock()
             coordinator._steady = clock
             one, *_ = await net.started()
-            entry, body = net.swarm.entry(net.run_id, coordinator.head())
+            entry, body = net.swarm.entry(net.run_id, coordinator.log.head())
             assert await net.publish(one, entry, body)
             keys = [Identity.ephemeral() for _ in range(5)]
             fakes = [await joined(net, key) for key in keys]
@@ -77,11 +77,11 @@ def test_a_later_epoch_is_for_those_in_the_log_or_with_a_log(
                     incarnation="1",
                     epoch=0,
                     position=1,
-                    chain=coordinator.head().chain if answers == "fits" else b"x" * 32,
+                    chain=coordinator.log.head().chain if answers == "fits" else b"x" * 32,
                     epoch_record=b"",
                 )
 
-            coordinator.ask_head_with(ask)
+            coordinator.log.ask_head_with(ask)
 
             async def stall(honest: bool) -> None:
                 for _ in range(2 * int(STALL_S) + 5):
@@ -93,17 +93,17 @@ def test_a_later_epoch_is_for_those_in_the_log_or_with_a_log(
                     await coordinator.tick()
 
             await stall(honest=True)
-            assert coordinator.head().epoch >= 1
-            (elector,) = coordinator.replica.electorate
+            assert coordinator.log.head().epoch >= 1
+            (elector,) = coordinator.log.replica.electorate
             assert elector.peer_id == net.swarm.identities[0].peer_id
-            opened = coordinator.head().epoch
+            opened = coordinator.log.head().epoch
             await stall(honest=False)  # nobody of the log is there
             await stall(honest=False)
             if answers != "fits":
-                assert coordinator.head().epoch == opened
+                assert coordinator.log.head().epoch == opened
                 return
-            assert coordinator.head().epoch > opened
-            (elector,) = coordinator.replica.electorate
+            assert coordinator.log.head().epoch > opened
+            (elector,) = coordinator.log.replica.electorate
             assert elector.peer_id == keys[0].peer_id
 
     kit.run(main())
@@ -114,13 +114,13 @@ def test_a_member_of_weight_0_is_elected_by_no_entry(tmp_path: Path) -> None:
         async with kit.net(tmp_path / "run") as net:
             coordinator = net.up.coordinator
             one, *_ = await net.started()
-            entry, body = net.swarm.entry(net.run_id, coordinator.head())
+            entry, body = net.swarm.entry(net.run_id, coordinator.log.head())
             free = entry.members[0].model_copy(
                 update={"peer_id": Identity.ephemeral().peer_id, "weight": 0.0}
             )
             entry = entry.model_copy(update={"members": (*entry.members, free)})
             assert await net.publish(one, entry, body)
-            known = coordinator._epochs._in_newest_entries()
+            known = coordinator.log._epochs._in_newest_entries()
             assert known == {i.peer_id for i in net.swarm.identities}
 
     kit.run(main())
@@ -140,7 +140,7 @@ def test_keys_that_contributed_once_do_not_outvote_the_electors(tmp_path: Path) 
                 for number, key in enumerate(keys)  # of these, three have been tried
             )
             for _ in range(11):
-                entry, body = net.swarm.entry(net.run_id, coordinator.head())
+                entry, body = net.swarm.entry(net.run_id, coordinator.log.head())
                 more = [
                     entry.members[0].model_copy(update={"peer_id": key.peer_id}) for key in keys
                 ]
@@ -150,7 +150,7 @@ def test_keys_that_contributed_once_do_not_outvote_the_electors(tmp_path: Path) 
             fakes = [await joined(net, key) for key in keys]
 
             async def stall(honest: int) -> set[str]:
-                before = coordinator.head().epoch
+                before = coordinator.log.head().epoch
                 for _ in range(int(STALL_S)):
                     clock.now_s += 5.0  # half of the silence allowed to a peer
                     for key, client in zip(keys, fakes, strict=True):
@@ -159,9 +159,9 @@ def test_keys_that_contributed_once_do_not_outvote_the_electors(tmp_path: Path) 
                         status = net.swarm.status(index, state="syncing", position=11)
                         await client.heartbeat(status)
                     await coordinator.tick()
-                    if coordinator.head().epoch > before:
+                    if coordinator.log.head().epoch > before:
                         break
-                return {e.peer_id for e in coordinator.replica.electorate}
+                return {e.peer_id for e in coordinator.log.replica.electorate}
 
             tried = [key.peer_id for key in keys[:3]]
             honest = [identity.peer_id for identity in net.swarm.identities]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from atoll.coordinator.coordinator import TICK_S
+from atoll.coordinator.kept_log import TICK_S
 from atoll.coordinator.presence import MAX_PEERS, REPORTS_PER_S, KnownPeer, interval_s
 from atoll.coordinator.rpc.messages import ALIVE_S, HEARTBEAT_S
 from atoll.coordinator.run.status import MAX_PEERS_SHOWN, PeerStatus, RunStatus
@@ -72,7 +72,7 @@ def test_the_gone_do_not_slow_the_living(tmp_path: Path) -> None:
             clock.now_s += 3 * 12.0 + 1
             one, *_ = await net.started()
             assert (await one.heartbeat(net.swarm.status(0))).heartbeat_s == HEARTBEAT_S
-            assert coordinator.replica.opened is not None
+            assert coordinator.log.replica.opened is not None
 
     kit.run(main())
 

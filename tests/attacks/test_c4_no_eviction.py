@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from atoll.coordinator.coordinator import TICK_S
+from atoll.coordinator.kept_log import TICK_S
 from atoll.coordinator.invites import (
     INVITES_FILE,
     MAX_EVICTED,

@@ -35,7 +35,7 @@ def test_a_source_that_calls_without_end_is_slowed_down(
     async def main() -> None:
         async with kit.net(tmp_path / "run") as net:
             (one, *_) = await net.started()
-            entry, _ = net.swarm.entry(net.run_id, net.up.coordinator.head())
+            entry, _ = net.swarm.entry(net.run_id, net.up.coordinator.log.head())
             entry = entry.model_copy(update={"position": 7})
 
             async def once() -> None:

@@ -121,7 +121,7 @@ def test_a_coordinator_mends_its_log_from_donors(
         async with kit.net(folder, swarm) as net:
             one, *_ = await net.started()
             for _ in range(5):
-                entry, body = swarm.entry(net.run_id, net.up.coordinator.head())
+                entry, body = swarm.entry(net.run_id, net.up.coordinator.log.head())
                 assert await net.publish(one, entry, body)
             before = net.up.coordinator.status()
         shutil.copytree(folder / "log", tmp_path / "donor")
@@ -135,8 +135,8 @@ def test_a_coordinator_mends_its_log_from_donors(
             assert sum("the log on disk is damaged" in text for text in texts) == 1
             one = net.client(0)
             await one.join()
-            coordinator.ask_head_with(answering(swarm, donor))
-            catching_up = coordinator.recover_with(recovering(StoreSource(donor)))
+            coordinator.log.ask_head_with(answering(swarm, donor))
+            catching_up = coordinator.log.recover_with(recovering(StoreSource(donor)))
             for _ in range(int(4 * LAG_S)):
                 clock.now_s += 1.0
                 status = swarm.status(0, state="training", position=5)
@@ -154,11 +154,11 @@ def test_a_coordinator_mends_its_log_from_donors(
                         certificate=record.certificate,
                         body=donor.store.body(record.position),
                     )
-            assert coordinator.head() == donor.head
-            assert coordinator.replica.state.root() == donor.state.root()
-            assert coordinator.replica.epoch_record == donor.epoch_record
-            assert coordinator.replica.store.gaps() == [] == coordinator.status().gaps
-            assert coordinator.replica.store.headers(0, 9) == donor.store.headers(0, 9)
+            assert coordinator.log.head() == donor.head
+            assert coordinator.log.replica.state.root() == donor.state.root()
+            assert coordinator.log.replica.epoch_record == donor.epoch_record
+            assert coordinator.log.replica.store.gaps() == [] == coordinator.status().gaps
+            assert coordinator.log.replica.store.headers(0, 9) == donor.store.headers(0, 9)
             assert coordinator.status().tokens_total == before.tokens_total
             await catching_up.close()
         donor.store.close()
@@ -206,7 +206,7 @@ def test_a_damaged_entry_is_served_by_nobody(tmp_path: Path) -> None:
         async with kit.net(folder, swarm) as net:
             one, *_ = await net.started()
             for _ in range(5):
-                entry, body = swarm.entry(net.run_id, net.up.coordinator.head())
+                entry, body = swarm.entry(net.run_id, net.up.coordinator.log.head())
                 assert await net.publish(one, entry, body)
         flip(folder / "log", "entries", "certificate", "position = 3")
         async with kit.net(folder, swarm) as net:

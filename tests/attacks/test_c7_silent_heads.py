@@ -6,7 +6,7 @@ import asyncio
 from pathlib import Path
 
 from atoll.coordinator import heads
-from atoll.coordinator.coordinator import TICK_S
+from atoll.coordinator.kept_log import TICK_S
 from atoll.coordinator.heads import AGAIN_S, CALLED_AT_ONCE, PATIENCE_S, Heads, PeerHead
 from atoll.coordinator.invites import evict
 from atoll.coordinator.rpc.client import CoordinatorClient
@@ -121,7 +121,7 @@ def test_evictions_do_not_wait_for_silent_peers(tmp_path: Path) -> None:
                 await never.wait()
                 return None
 
-            coordinator.ask_head_with(ask)
+            coordinator.log.ask_head_with(ask)
             key = Identity.ephemeral()
             liar = CoordinatorClient(net.up.invite, key)
             net.stack.push_async_callback(liar.close)

@@ -53,7 +53,9 @@ def test_calls_without_a_message_hold_up_nobody(tmp_path: Path) -> None:
     kit.run(main())
 
 
-async def endless(_: Service, request: pb.SnapshotRequest) -> AsyncIterator[pb.FetchReply]:
+async def endless(
+    _: Service, store: object, request: pb.SnapshotRequest
+) -> AsyncIterator[pb.FetchReply]:
     """Stream as slowly as a reader can make it."""
     await asyncio.Event().wait()
     yield pb.FetchReply()

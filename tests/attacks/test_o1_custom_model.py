@@ -9,8 +9,9 @@ from atoll.coordinator.run.spec import RunSpec
 from atoll.optim import InProcessGroup
 from atoll.peer.errors import ModelError
 from atoll.peer.training import models
+from atoll.peer.training.opening import build_model
 from atoll.peer.training.permission import Allowed
-from atoll.peer.training.trainer import Trainer, TrainerOptions, build_model
+from atoll.peer.training.trainer import Trainer, TrainerOptions
 
 HUBCONF = """
 from pathlib import Path

@@ -8,8 +8,8 @@ import pytest
 from atoll.coordinator.run.spec import RunSpec
 from atoll.peer.errors import DataError
 from atoll.peer.training.data import documents
+from atoll.peer.training.opening import open_corpus, open_tokenizer
 from atoll.peer.training.permission import Allowed, options_for, with_own_files
-from atoll.peer.training.trainer import open_corpus, open_tokenizer
 
 
 def spec_of(source="stdlib", **data):

@@ -18,8 +18,8 @@ from atoll.peer.lab import plan
 from atoll.peer.paths import PeerPaths
 from atoll.peer.training.data import tokenizer_trial
 from atoll.peer.training.data.tokenizer_trial import TrialFailed, try_tokenizer
+from atoll.peer.training.opening import open_tokenizer
 from atoll.peer.training.permission import Allowed, options_for, with_own_files
-from atoll.peer.training.trainer import open_tokenizer
 
 FILE = b'{"a tokenizer": "of the run"}'
 OTHER = b'{"a tokenizer": "of another"}'

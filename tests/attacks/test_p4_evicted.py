@@ -16,7 +16,7 @@ from support import kit
 
 def lie_of(identity: Identity, net: kit.Net) -> Evidence:
     """Return two votes of one key for different entries at the coordinator's head."""
-    head = net.up.coordinator.head()
+    head = net.up.coordinator.log.head()
     pair = [net.swarm.entry(net.run_id, head, lr=lr)[0] for lr in (0.5, 0.25)]
     signed = [(entry.digest, identity.sign(vote_payload(entry, 0))) for entry in pair]
     return Evidence.of("vote", identity.peer_id, pair[0], 0, signed)
@@ -80,9 +80,11 @@ def test_no_epoch_names_an_evicted_liar(tmp_path: Path) -> None:
             await hand_in(net, 1, lie_of(liar, net).encode())
             for index in (1, 2):
                 await net.clients[index].heartbeat(net.swarm.status(index))
-            await coordinator._epochs.open(coordinator.presence.alive(coordinator._steady()), 0.0)
+            await coordinator.log._epochs.open(
+                coordinator.presence.alive(coordinator._steady()), 0.0
+            )
             await asyncio.sleep(0)
-            names = {e.peer_id for e in coordinator.replica.opened.electorate}
+            names = {e.peer_id for e in coordinator.log.replica.opened.electorate}
             assert names == {i.peer_id for i in net.swarm.identities[1:]}
 
     kit.run(main())

@@ -204,17 +204,17 @@ def test_a_coordinator_reports_the_updates_it_lacks(kit: Any, tmp_path: Path) ->
             one, *_ = await net.started()
             coordinator = net.up.coordinator
             log = Log(tmp_path, swarm=net.swarm, keys=coordinator.keys, run_id=net.run_id)
-            assert log.whole.epoch_record == coordinator.replica.epoch_record
+            assert log.whole.epoch_record == coordinator.log.replica.epoch_record
             log.grow(7)
             claim, body = log.entries[0]
             assert await net.publish(one, claim.entry, body)
             donor = LogSource(log, name="donor", first_body=4, snapshots=(4,))
-            catching_up = coordinator.recover_with(recovering(donor))
+            catching_up = coordinator.log.recover_with(recovering(donor))
             await one.heartbeat(net.swarm.status(0, position=7))
             now_s = coordinator._steady()
             for later_s in (0.0, LAG_S):
-                catching_up.look(coordinator._claimed(now_s), now_s + later_s)
-            while coordinator.head().position < 7 or not coordinator.replica.is_current:
+                catching_up.look(coordinator.log._claimed(now_s), now_s + later_s)
+            while coordinator.log.head().position < 7 or not coordinator.log.replica.is_current:
                 await asyncio.sleep(0.01)
             await catching_up.close()
             status = await one.status()
@@ -233,7 +233,7 @@ def test_a_coordinator_reports_the_updates_it_lacks(kit: Any, tmp_path: Path) ->
             assert (again.gaps, again.history) == (status.gaps, status.history)
             texts = [event.text for event in again.events]
             assert texts.count("run complete: all 6 rounds committed") == 1
-            assert net.up.coordinator.last_checkpoint().name == "test-00000007.safetensors"
+            assert net.up.coordinator.log.last_checkpoint().name == "test-00000007.safetensors"
 
     kit.run(main())
 
@@ -247,25 +247,25 @@ def test_entries_that_come_while_it_installs_are_not_waited_for(kit: Any, tmp_pa
             coordinator = net.up.coordinator
             log = Log(tmp_path, swarm=net.swarm, keys=coordinator.keys, run_id=net.run_id)
             log.grow(5)
-            save = coordinator.replica.store.save_snapshot
+            save = coordinator.log.replica.store.save_snapshot
 
             def held(*arguments: Any) -> Any:
                 begun.set()
                 assert hold.wait(20.0)
                 return save(*arguments)
 
-            coordinator.replica.store.save_snapshot = held
+            coordinator.log.replica.store.save_snapshot = held
             donor = LogSource(log, name="donor", first_body=2, snapshots=(2,))
-            catching_up = coordinator.recover_with(recovering(donor))
+            catching_up = coordinator.log.recover_with(recovering(donor))
             catching_up.look(5, 0.0)
             catching_up.look(5, LAG_S)
             assert await asyncio.to_thread(begun.wait, 20.0)
             claim, body = log.entries[0]
             assert not await net.publish(one, claim.entry, body)
-            assert net.up.coordinator.head().position == 0
+            assert net.up.coordinator.log.head().position == 0
             hold.set()
             await catching_up._task
-            assert net.up.coordinator.head().position == 5
+            assert net.up.coordinator.log.head().position == 5
             log.whole.store.close()
 
     try:

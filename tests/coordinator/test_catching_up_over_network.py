@@ -12,8 +12,8 @@ import torch
 
 from atoll.optim import DiLoCo
 from atoll.peer.daemon.network import connect
+from atoll.peer.training.opening import build_model
 from atoll.peer.training.permission import Allowed
-from atoll.peer.training.trainer import build_model
 from support import organiser
 
 pytestmark = pytest.mark.slow
@@ -84,7 +84,7 @@ def test_it_catches_up_over_the_network(links: Any, tmp_path: Path, monkeypatch:
         assert gap.first <= away + 2 and gap.last > gap.first
         before = organiser.status().position
         links.until(lambda: organiser.status().position >= before + 2, "rounds go on")
-        assert organiser.up.coordinator.replica.is_current
+        assert organiser.up.coordinator.log.replica.is_current
         organiser.stop()
     finally:
         loop.stopping.set()

@@ -26,7 +26,7 @@ def test_a_member_without_a_chunk_in_the_entry_is_left_out(kit: Any, tmp_path: P
     async def main() -> None:
         async with kit.net(tmp_path / "run") as net:
             one, *_ = await net.started()
-            entry, body = net.swarm.entry(net.run_id, net.up.coordinator.head())
+            entry, body = net.swarm.entry(net.run_id, net.up.coordinator.log.head())
             nothing, some = Partial(member=0, cells=0), Partial(member=1, cells=1)
             part = entry.parts[0].model_copy(update={"partial": (nothing, some)})
             assert await net.publish(one, entry.model_copy(update={"parts": (part,)}), body)
@@ -44,7 +44,7 @@ def test_a_run_that_stands_still_gets_a_new_epoch(kit: Any, tmp_path: Path) -> N
             coordinator = net.up.coordinator
             coordinator._steady = clock
             one, *_ = await net.started()
-            entry, body = net.swarm.entry(net.run_id, coordinator.head())
+            entry, body = net.swarm.entry(net.run_id, coordinator.log.head())
             await net.publish(one, entry, body)
 
             async def pass_time(seconds: float, alive: list[int]) -> None:
@@ -58,16 +58,16 @@ def test_a_run_that_stands_still_gets_a_new_epoch(kit: Any, tmp_path: Path) -> N
             clients = [one, net.client(1), net.client(2)]
             await clients[1].join()
             await pass_time(STALL_S - 2, [0])
-            assert coordinator.head().epoch == 0
+            assert coordinator.log.head().epoch == 0
             await pass_time(5, [0])
-            assert coordinator.head().epoch == 0  # one alone waits, and an epoch helps it not
+            assert coordinator.log.head().epoch == 0  # one alone waits, and an epoch helps it not
             assert coordinator.status().state == "waiting"  # for a second trainer
             await pass_time(2, [0, 1])
-            assert (coordinator.head().epoch, coordinator.head().position) == (1, 1)
-            electors = {elector.peer_id for elector in coordinator.replica.electorate}
+            assert (coordinator.log.head().epoch, coordinator.log.head().position) == (1, 1)
+            electors = {elector.peer_id for elector in coordinator.log.replica.electorate}
             assert electors == {identity.peer_id for identity in net.swarm.identities[:2]}
             await pass_time(100, [])
-            assert coordinator.head().epoch == 1
+            assert coordinator.log.head().epoch == 1
             events = [e.text for e in coordinator.status().events]
             # One of the three came back for a moment.
             assert events.count("no report for 10 s; counts as gone") == 4
@@ -82,12 +82,12 @@ def test_each_epoch_of_a_stalled_run_begins_with_another_leader(kit: Any, tmp_pa
             coordinator = net.up.coordinator
             coordinator._steady = clock
             clients = await net.started()
-            entry, body = net.swarm.entry(net.run_id, coordinator.head())
+            entry, body = net.swarm.entry(net.run_id, coordinator.log.head())
             await net.publish(clients[0], entry, body)
-            replica = coordinator.replica
+            replica = coordinator.log.replica
 
             async def until_epoch(number: int) -> str:
-                while coordinator.head().epoch < number:
+                while coordinator.log.head().epoch < number:
                     clock.now_s += 1.0
                     for index, client in enumerate(clients):
                         status = net.swarm.status(index, state="syncing", position=1)
@@ -114,24 +114,24 @@ def test_electors_that_leave_without_a_quorum_bring_a_new_epoch(
         async with kit.net(tmp_path / "run") as net:
             coordinator, swarm = net.up.coordinator, net.swarm
             clients = await net.started()
-            entry, body = swarm.entry(net.run_id, coordinator.head())
+            entry, body = swarm.entry(net.run_id, coordinator.log.head())
             assert await net.publish(clients[0], entry, body)
-            assert coordinator.replica.electorate == swarm.electors()
+            assert coordinator.log.replica.electorate == swarm.electors()
             for index in (0, 1):
                 await coordinator.tick()
-                assert coordinator.head().epoch == 0  # two of three may go on
+                assert coordinator.log.head().epoch == 0  # two of three may go on
                 status = swarm.status(index, state="leaving", position=1)
                 await clients[index].heartbeat(status, leaving=True, retired=retired)
             await coordinator.tick()
-            head = coordinator.head()
+            head = coordinator.log.head()
             assert (head.epoch, head.position) == (int(retired), 1)
             if retired:
-                assert coordinator.replica.electorate == swarm.electors()[2:]
+                assert coordinator.log.replica.electorate == swarm.electors()[2:]
                 assert coordinator.status().state == "waiting"  # for a second trainer
                 texts = [event.text for event in coordinator.status().events]
                 assert "epoch 1 opened at position 1 with 1 peer: acceptors left" in texts
                 await coordinator.tick()
-                assert coordinator.head().epoch == 1
+                assert coordinator.log.head().epoch == 1
 
     kit.run(main())
 
@@ -143,15 +143,15 @@ def test_an_elector_that_left_beyond_the_head_may_have_voted_at_it(
         async with kit.net(tmp_path / "run") as net:
             coordinator, swarm = net.up.coordinator, net.swarm
             clients = await net.started()
-            entry, body = swarm.entry(net.run_id, coordinator.head())
+            entry, body = swarm.entry(net.run_id, coordinator.log.head())
             for index in (0, 1):
                 status = swarm.status(index, state="leaving", position=1)
                 await clients[index].heartbeat(status, leaving=True, retired=True)
             await coordinator.tick()
-            assert coordinator.head().epoch == 0  # the entry that they voted for is not here
+            assert coordinator.log.head().epoch == 0  # the entry that they voted for is not here
             assert await net.publish(clients[2], entry, body)
             await coordinator.tick()
-            head = coordinator.head()
+            head = coordinator.log.head()
             assert (head.epoch, head.position) == (1, 1)
 
     kit.run(main())
@@ -166,12 +166,12 @@ def test_a_run_resumes_with_a_peer_that_comes_back(kit: Any, tmp_path: Path) -> 
                 status = swarm.status(index, state="leaving")
                 await client.heartbeat(status, leaving=True, retired=True)
             await coordinator.tick()
-            assert coordinator.head().epoch == 0  # nobody is there
+            assert coordinator.log.head().epoch == 0  # nobody is there
             back = swarm.status(1, incarnation="2", state="training")
             await clients[1].heartbeat(back)
             await coordinator.tick()
-            assert coordinator.head().epoch == 1
-            (elector,) = coordinator.replica.electorate
+            assert coordinator.log.head().epoch == 1
+            (elector,) = coordinator.log.replica.electorate
             assert (elector.peer_id, elector.incarnation) == (back.peer_id, "2")
 
     kit.run(main())
@@ -189,10 +189,10 @@ def test_a_goodbye_counts_only_in_the_epoch_in_which_it_was_said(kit: Any, tmp_p
                 await client.heartbeat(status, leaving=True, retired=True)
             await clients[1].heartbeat(swarm.status(1, state="training"))
             await coordinator.tick()
-            assert coordinator.head().epoch == 1
+            assert coordinator.log.head().epoch == 1
             for _ in range(3):
                 await coordinator.tick()
-            assert coordinator.head().epoch == 1
+            assert coordinator.log.head().epoch == 1
 
     kit.run(main())
 
@@ -203,7 +203,7 @@ def test_no_epoch_voids_what_most_peers_hold(kit: Any, tmp_path: Path) -> None:
             coordinator, clock = net.up.coordinator, Clock()
             coordinator._steady = clock
             one, two, _ = await net.started()
-            entry, body = net.swarm.entry(net.run_id, coordinator.head())
+            entry, body = net.swarm.entry(net.run_id, coordinator.log.head())
             assert await net.publish(one, entry, body)
 
             async def stand_still(positions: tuple[int, int]) -> None:
@@ -215,12 +215,12 @@ def test_no_epoch_voids_what_most_peers_hold(kit: Any, tmp_path: Path) -> None:
                     await coordinator.tick()
 
             await stand_still((9, 9))
-            assert coordinator.head().epoch == 0 and coordinator.status().state == "stalled"
+            assert coordinator.log.head().epoch == 0 and coordinator.status().state == "stalled"
             texts = [event.text for event in coordinator.status().events]
             behind = "8 rounds are missing here; a new epoch opens once they are fetched"
             assert sum(behind in text for text in texts) == 1
             await stand_still((9, 1))  # one of two says so
-            assert coordinator.head().epoch == 1
+            assert coordinator.log.head().epoch == 1
 
     kit.run(main())
 
@@ -244,7 +244,7 @@ def test_long_windows_are_no_stall(kit: Any, tmp_path: Path) -> None:
                     for client, status in zip((one, two), statuses, strict=True):
                         await client.heartbeat(status)
                     await coordinator.tick()
-                assert coordinator.head().epoch == epoch
+                assert coordinator.log.head().epoch == epoch
                 assert coordinator.status().state == ("stalled" if epoch else "training")
 
     kit.run(main())
@@ -256,12 +256,12 @@ def test_a_restarted_peer_is_logged_and_votes_in_the_next_epoch(kit: Any, tmp_pa
             clock, coordinator = Clock(), net.up.coordinator
             coordinator._steady = clock
             one, two, _ = await net.started()
-            while coordinator.head().epoch == 0 and clock.now_s < 1000.0 + 10 * STALL_S:
+            while coordinator.log.head().epoch == 0 and clock.now_s < 1000.0 + 10 * STALL_S:
                 clock.now_s += 1.0
                 await one.heartbeat(net.swarm.status(0, incarnation="2"))
                 await two.heartbeat(net.swarm.status(1))
                 await coordinator.tick()
-            electors = coordinator.replica.electorate
+            electors = coordinator.log.replica.electorate
             assert "2" in {elector.incarnation for elector in electors}
             texts = [event.text for event in (await one.status()).events]
             assert "restarted" in texts
@@ -323,11 +323,11 @@ def test_two_publishers_of_one_entry(kit: Any, tmp_path: Path) -> None:
     async def main() -> None:
         async with kit.net(tmp_path / "run") as net:
             one, two, _ = await net.started()
-            entry, body = net.swarm.entry(net.run_id, net.up.coordinator.head())
+            entry, body = net.swarm.entry(net.run_id, net.up.coordinator.log.head())
             both = await asyncio.gather(
                 net.publish(one, entry, body), net.publish(two, entry, body)
             )
             assert sorted(both) == [False, True]
-            assert net.up.coordinator.head().position == 1
+            assert net.up.coordinator.log.head().position == 1
 
     kit.run(main())

@@ -44,6 +44,9 @@ class Node:
 
         return fetch
 
+    async def introduce(self, question):
+        return b""
+
     async def direct_connections(self):
         return {}
 
@@ -111,7 +114,7 @@ def test_a_run_by_gossip_begins_with_enough_peers_and_opens_nothing_after(tmp_pa
             assert net.up.coordinator.status().state == "training"
             net.up.coordinator._steady = lambda: 1e9  # an hour without progress
             await net.up.coordinator.tick()
-            assert len(net.up.coordinator.replica.store.epochs()) == 1
+            assert len(net.up.coordinator.log.replica.store.epochs()) == 1
 
     run(main())
 
@@ -131,7 +134,7 @@ def test_models_are_kept_as_checkpoints_and_given_to_joiners(tmp_path):
                 assert (await client.heartbeat(status)).publish_from is None
             node.models = [model(3)]
             coordinator = net.up.coordinator
-            await tick_until(net, lambda: coordinator.replica.head.position == 3)
+            await tick_until(net, lambda: coordinator.log.replica.head.position == 3)
             assert node.asked[0] == 2
             status = coordinator.status()
             assert (status.position, status.peers[0].partner) == (3, "12D3KooWother")
@@ -141,7 +144,7 @@ def test_models_are_kept_as_checkpoints_and_given_to_joiners(tmp_path):
             for index, client in enumerate(clients):
                 await client.heartbeat(net.swarm.status(index, position=6))
             node.models = [model(6, 2.0)]
-            coordinator._models._not_before_s = 0.0
+            coordinator.log._models._not_before_s = 0.0
             await tick_until(net, coordinator.finished.is_set)
             assert coordinator.status().state == "finished"
         kept = load_checkpoint(tmp_path / "c" / "checkpoints" / "talk-00000006.safetensors")
@@ -160,13 +163,13 @@ def test_started_again_it_holds_the_same_model_and_the_run_has_begun(tmp_path):
                 await client.join()
                 await client.heartbeat(net.swarm.status(index))
             await net.up.coordinator.tick()
-            replica = net.up.coordinator.replica
+            replica = net.up.coordinator.log.replica
             assert isinstance(replica.core, ModelKeeper)
             await replica.change(lambda: replica.core.keep(model(4).state))
 
     async def second():
         async with talk(tmp_path / "c", node) as net:
-            assert net.up.coordinator.replica.head.position == 4
+            assert net.up.coordinator.log.replica.head.position == 4
             joined = await net.client(0).join()
             assert joined.epoch
             assert joined.head.position == 4

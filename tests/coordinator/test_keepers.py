@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from unittest.mock import patch
 
-from atoll.coordinator import coordinator
+from atoll.coordinator import kept_log
 from atoll.coordinator.coordinator import Coordinator
 from atoll.coordinator.heads import PeerHead
 from atoll.coordinator.invites import evict, issue
@@ -57,8 +57,8 @@ class Hall:
 
     async def publish(self) -> None:
         client, _ = next(iter(self.here.values()))
-        entry, body = self.net.swarm.entry(self.coordinator.run_id, self.coordinator.head())
-        electorate = self.coordinator.replica.electorate
+        entry, body = self.net.swarm.entry(self.coordinator.run_id, self.coordinator.log.head())
+        electorate = self.coordinator.log.replica.electorate
         assert await self.net.publish(
             client, entry.model_copy(update={"electorate": electorate}), body
         )
@@ -71,8 +71,8 @@ class Hall:
                     peer_id=identity.peer_id,
                     incarnation=incarnation,
                     state=state,
-                    epoch=self.coordinator.head().epoch,
-                    position=self.coordinator.head().position,
+                    epoch=self.coordinator.log.head().epoch,
+                    position=self.coordinator.log.head().position,
                     role="keeper",  # as everybody claims
                 )
                 await client.heartbeat(status)
@@ -83,12 +83,12 @@ class Hall:
         for _ in range(20):
             await self.publish()
             await self.pass_time(2)
-            if self.coordinator.head().epoch == epoch:
+            if self.coordinator.log.head().epoch == epoch:
                 return
         raise AssertionError(f"epoch {epoch} has not opened")
 
     def electors(self) -> set[str]:
-        return {e.peer_id for e in self.coordinator.replica.electorate}
+        return {e.peer_id for e in self.coordinator.log.replica.electorate}
 
     def texts(self) -> list[str]:
         return [event.text for event in self.coordinator.status().events]
@@ -102,10 +102,10 @@ async def hall(folder: Path) -> AsyncIterator[Hall]:
     async with kit.net(folder, spec=SPEC) as net:
         found = Hall(net=net)
         net.up.coordinator._steady = lambda: found.now_s
-        net.up.coordinator.ask_head_with(kit.answering(net.up.coordinator))
+        net.up.coordinator.log.ask_head_with(kit.answering(net.up.coordinator))
         _, found.keeper_token = issue(folder, kind="keeper", uses=9)
         # Each look for an epoch ends within its tick, however busy the disk is.
-        with patch.object(coordinator, "TICK_S", 60.0):
+        with patch.object(kept_log, "TICK_S", 60.0):
             yield found
 
 
@@ -115,7 +115,7 @@ async def started(it: Hall) -> None:
     for _ in range(2):
         await it.join(Identity.ephemeral(), keeper=False)
     await it.pass_time(1, state="ready")
-    assert it.coordinator.head().epoch == 0 and it.electors()
+    assert it.coordinator.log.head().epoch == 0 and it.electors()
 
 
 def test_a_run_of_trainers_alone_waits_for_a_keeper(tmp_path: Path) -> None:
@@ -173,7 +173,7 @@ def test_a_stalled_run_gets_an_epoch_of_the_keepers_that_answer(tmp_path: Path) 
             for keeper in it.keepers[:2]:
                 del it.here[keeper]
             await it.pass_time(STALL_S + 5)
-            head = it.coordinator.head()
+            head = it.coordinator.log.head()
             assert (head.epoch, head.position) == (1, 1)
             assert it.electors() == {it.keepers[2].peer_id}  # and no trainer
 
@@ -188,7 +188,7 @@ def test_without_any_keeper_no_epoch_opens(tmp_path: Path) -> None:
                 del it.here[keeper]
             before = len(it.waits())
             await it.pass_time(STALL_S + 20)
-            assert it.coordinator.head().epoch == 0
+            assert it.coordinator.log.head().epoch == 0
             assert it.coordinator.status().state == "stalled"
             assert len(it.waits()) == before + 1
             await it.join(it.keepers[0], keeper=True)
@@ -208,17 +208,17 @@ def test_a_keeper_that_joins_enters_between_two_rounds(tmp_path: Path) -> None:
             await it.pass_time(KEEPER_WAIT_S / 4)
             await it.publish()
             await it.pass_time(KEEPER_WAIT_S / 4)
-            assert it.coordinator.head().epoch == 0  # it has not waited for long
+            assert it.coordinator.log.head().epoch == 0  # it has not waited for long
             await it.publish()
             await it.pass_time(KEEPER_WAIT_S / 2 - 10)
             await it.publish()
             await it.pass_time(20)  # in the middle of a round
-            assert it.coordinator.head().epoch == 0
+            assert it.coordinator.log.head().epoch == 0
             await it.open_between_rounds(epoch=1)
             assert it.electors() == {i.peer_id for i in [*it.keepers, late]}
             assert any("with 4 keepers: 1 keeper joined" in text for text in it.texts())
             await it.pass_time(KEEPER_WAIT_S / 4)
-            assert it.coordinator.head().epoch == 1  # nobody waits
+            assert it.coordinator.log.head().epoch == 1  # nobody waits
 
     kit.run(main())
 
@@ -235,12 +235,12 @@ def test_an_evicted_keeper_loses_its_vote_between_two_rounds(tmp_path: Path) -> 
             evict(tmp_path / "run", bad.peer_id, at_s=it.coordinator.now_s())
             await it.coordinator.tick()  # in the middle of a round
             del it.here[bad]
-            assert it.coordinator.head().epoch == 0
+            assert it.coordinator.log.head().epoch == 0
             await it.open_between_rounds(epoch=1)
             assert it.electors() == {keeper.peer_id for keeper in good}
             assert any("with 2 keepers: 1 keeper evicted" in text for text in it.texts())
             await it.pass_time(2)
-            assert it.coordinator.head().epoch == 1  # once
+            assert it.coordinator.log.head().epoch == 1  # once
 
     kit.run(main())
 
@@ -261,7 +261,7 @@ def test_no_epoch_elects_whoever_is_evicted_while_it_is_called(tmp_path: Path) -
                     it.coordinator.admission.refresh()
                 return await answer(peer_id)
 
-            it.coordinator.ask_head_with(ask)
+            it.coordinator.log.ask_head_with(ask)
             await it.pass_time(1, state="ready")
             assert it.electors() == {keeper.peer_id for keeper in it.keepers[1:]}
 
@@ -277,8 +277,8 @@ def test_a_keeper_that_lost_its_disk_votes_from_the_next_epoch_on(tmp_path: Path
             for _ in range(6):
                 await it.publish()
                 await it.pass_time(KEEPER_WAIT_S / 5)
-            electors = it.coordinator.replica.electorate
-            assert it.coordinator.head().epoch == 1
+            electors = it.coordinator.log.replica.electorate
+            assert it.coordinator.log.head().epoch == 1
             assert Elector(peer_id=keeper.peer_id, incarnation="2") in electors
             assert len(electors) == 3
 

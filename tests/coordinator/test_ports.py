@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -176,14 +176,20 @@ async def fake_node(request: object) -> Any:
     return FakeNode()
 
 
+async def _nothing(*_: object) -> None:
+    """Find nobody."""
+
+
 class FakeNode:
     addresses = ("/ip4/192.0.2.1/tcp/7701/p2p/12D3KooW",)
 
-    async def recover(self, *_: object) -> None:
+    def recover(self, _: str) -> Callable[..., Awaitable[None]]:
         """Nobody is there to recover from."""
+        return _nothing
 
-    async def ask_head(self, _: str) -> None:
+    def ask_head(self, _: str) -> Callable[..., Awaitable[None]]:
         """Nobody answers."""
+        return _nothing
 
     async def introduce(self, _: bytes) -> bytes:
         """Nobody is known."""

@@ -14,6 +14,7 @@ import torch
 from atoll.coordinator.checkpoints import load_checkpoint
 from atoll.coordinator.coordinator import Coordinator
 from atoll.coordinator.heads import AskHead, PeerHead
+from atoll.coordinator.kept_log import KeptLog
 from atoll.coordinator.rpc.client import CoordinatorClient
 from atoll.coordinator.run.spec import RunSpec
 from atoll.coordinator.run.status import PeerStatus
@@ -31,7 +32,7 @@ from atoll.optim.log.entry import (
     sha256,
     vote_payload,
 )
-from atoll.optim.log.replica import Replay
+from atoll.optim.log.replica import WHOLE, Replay
 from atoll.optim.log.store import StoreHead
 from atoll.optim.reduction.cells import body_of
 from atoll.optim.state.layout import Layout
@@ -52,7 +53,7 @@ SPEC = RunSpec.from_dict(
 REPLAY = Replay(SPEC.method(), LAYOUT)
 
 
-def genesis() -> OuterState:
+def genesis(module: str = WHOLE) -> OuterState:
     params_N = torch.linspace(-1, 1, LAYOUT.numel)
     return OuterState.genesis(LAYOUT, params_N)
 
@@ -146,7 +147,7 @@ class Net:
     async def started(self) -> list[CoordinatorClient]:
         """Join all, and wait until the first epoch is open."""
         self.clients = clients = [self.client(i) for i in range(len(self.swarm.identities))]
-        epochs = self.up.coordinator._epochs
+        epochs = self.up.coordinator.log._epochs
         # A tick of the server's own would open the epoch before the last of them is there.
         heads, epochs.heads = epochs.heads, None
         for index, client in enumerate(clients):
@@ -167,13 +168,17 @@ class Net:
         return published.accepted
 
 
-def answering(coordinator: Coordinator, swarm: Swarm | None = None) -> AskHead:
+def answering(
+    coordinator: Coordinator, swarm: Swarm | None = None, log: KeptLog | None = None
+) -> AskHead:
     """Return a call that peers answer, each with what its last heartbeat said.
 
     Args:
         coordinator: the one that calls.
         swarm: its peers answer; None: everyone answers.
+        log: that they follow; by default the run's only one.
     """
+    log = log or coordinator.log
 
     async def ask(peer_id: str) -> PeerHead | None:
         known = coordinator.presence.peers.get(peer_id)
@@ -185,8 +190,8 @@ def answering(coordinator: Coordinator, swarm: Swarm | None = None) -> AskHead:
             incarnation=known.status.incarnation,
             epoch=known.status.epoch,
             position=known.status.position,
-            chain=coordinator.head().chain,
-            epoch_record=coordinator.replica.epoch_record,
+            chain=log.head().chain,
+            epoch_record=log.replica.epoch_record,
         )
 
     return ask
@@ -199,7 +204,8 @@ async def net(
     async with contextlib.AsyncExitStack() as stack:
         up = await stack.enter_async_context(running(spec, genesis, state_dir, **options))
         swarm = swarm or Swarm()
-        up.coordinator.ask_head_with(answering(up.coordinator, swarm))
+        for log in up.coordinator.logs.values():
+            log.ask_head_with(answering(up.coordinator, swarm, log))
         yield Net(up=up, swarm=swarm, stack=stack)
 
 

@@ -4,13 +4,15 @@ import asyncio
 import threading
 import time
 from dataclasses import dataclass, field
+from functools import partial
 
 from atoll.coordinator.run.spec import RunSpec
 from atoll.coordinator.run.status import RunStatus
 from atoll.coordinator.service.server import running
+from atoll.optim.log.replica import WHOLE
 from atoll.optim.state.outer_state import OuterState
 from atoll.peer.daemon.reach.bootstrap import BootstrapNode
-from atoll.peer.training import trainer
+from atoll.peer.training import opening
 from atoll.peer.training.digests import read_tokenizer
 from atoll.peer.training.permission import Allowed
 
@@ -34,8 +36,9 @@ def tiny_spec(**sections) -> RunSpec:
     return RunSpec.from_dict(values)
 
 
-def first_state(spec: RunSpec) -> OuterState:
-    return trainer.first_state(spec, Allowed.everything_in(spec), own_loop=True)
+def first_state(spec: RunSpec, module: str = WHOLE) -> OuterState:
+    allowed = Allowed.everything_in(spec)
+    return opening.first_state(spec, allowed, module=module, own_loop=True)
 
 
 @dataclass
@@ -84,7 +87,7 @@ class Organiser:
         self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
         async with running(
             self.spec,
-            lambda: first_state(self.spec),
+            partial(first_state, self.spec),
             self.folder,
             start_node=lambda request: BootstrapNode.start(request, admission_s=3600.0),
             tokenizer=lambda: read_tokenizer(self.spec),

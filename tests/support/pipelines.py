@@ -34,6 +34,7 @@ ROWS, SEQUENCES, WIDTH, VOCAB = 6, 2, 3, 50
 
 SHAPE = FrameShape(
     max_rows=ROWS,
+    max_length=ROWS // SEQUENCES,
     width=WIDTH,
     vocab_size=VOCAB,
     forward_codec="int8",

@@ -10,8 +10,8 @@ from atoll.coordinator.run.spec import RunSpec
 from atoll.peer.training.hf import llama
 from atoll.peer.training.hf.beginning import with_shape
 from atoll.peer.training.models import Decoder, ModelConfig
+from atoll.peer.training.opening import first_state
 from atoll.peer.training.permission import Allowed
-from atoll.peer.training.trainer import first_state
 
 SHAPE = ModelConfig(
     dim=32,

@@ -22,6 +22,7 @@ from atoll.coordinator.service.server import NodeRequest
 from atoll.dht.identity import Identity
 from atoll.dht.node import Node
 from atoll.dht.roster import RecordError, RosterError
+from atoll.dht.scoped import roster_of, transport_of
 from atoll.dht.tasks import Tasks
 from atoll.dht.transport import TransportError
 from atoll.optim.log.replica import ReplicaView
@@ -82,18 +83,20 @@ class BootstrapNode:
         """Multiaddrs with the PeerID, for invites."""
         return self._node.addresses
 
-    @property
-    def recover(self) -> Recover:
-        """Brings the coordinator's replica up to the peers'."""
+    def recover(self, module: str) -> Recover:
+        """Return what brings the coordinator's replica of a module up to the peers'."""
         return LedgerRecovery(
-            me=self._node.peer_id, transport=self._node.transport, roster=self._node.roster
+            me=self._node.peer_id,
+            transport=transport_of(module, self._node.transport),
+            roster=roster_of(module, self._node.roster),
         )
 
-    @property
-    def ask_head(self) -> AskHead:
-        """Asks peers where they stand in the log."""
+    def ask_head(self, module: str) -> AskHead:
+        """Return what asks peers where they stand in a module's log."""
         return LedgerHeads(
-            me=self._node.peer_id, transport=self._node.transport, roster=self._node.roster
+            me=self._node.peer_id,
+            transport=transport_of(module, self._node.transport),
+            roster=roster_of(module, self._node.roster),
         )
 
     async def introduce(self, question: bytes) -> bytes:

@@ -158,6 +158,7 @@ class Neighbours:
         reachability: Reachability,
         *,
         role: RosterRole = "trainer",
+        module: str = "",
         keep_addresses: Callable[[Sequence[str]], None],
     ) -> None:
         """Pass addresses of peers that are here to `keep_addresses`."""
@@ -167,6 +168,7 @@ class Neighbours:
         self._rates = rates
         self.reachability = reachability
         self._role: RosterRole = role
+        self._module = module
         self._keep_addresses = keep_addresses
 
     async def publish(self, epoch: int, position: int, view: TrainerView) -> None:
@@ -185,6 +187,7 @@ class Neighbours:
             step_s=view.step_s,
             relay_mbit_s=self._node.relaying.mbit_s,
             protocol=PROTOCOL,
+            module=self._module,
         )
         with suppress(*ROSTER_ERRORS):
             await self.roster.publish(record, RECORD_TTL_S)
@@ -209,15 +212,19 @@ class Neighbours:
 
     def validates(self, position: int) -> bool:
         """Return whether it is this peer's turn to validate a position; in any thread."""
-        others = (r.peer_id for r in self.roster.seen if r.role == "trainer")
+        others = (r.peer_id for r in self._seen_in_module() if r.role == "trainer")
         return is_turn(position, self._me.peer_id, others)
 
     def paces_s(self) -> list[float]:
         """Return the seconds a step takes each other trainer that reports them; in any thread."""
-        others = (r for r in self.roster.seen if r.peer_id != self._me.peer_id)
+        others = (r for r in self._seen_in_module() if r.peer_id != self._me.peer_id)
         return [r.step_s for r in others if r.role == "trainer" and r.step_s > 0]
 
     def window_ends(self, position: int) -> list[WindowEnd]:
         """Return when the windows of the other trainers at a position end; in any thread."""
-        others = (r for r in self.roster.seen if r.peer_id != self._me.peer_id)
+        others = (r for r in self._seen_in_module() if r.peer_id != self._me.peer_id)
         return window_ends(others, position, clock.now_s())
+
+    def _seen_in_module(self) -> list[PeerRecord]:
+        """Return the peers of the last look that follow the same log."""
+        return [record for record in self.roster.seen if record.module == self._module]

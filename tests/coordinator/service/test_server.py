@@ -18,7 +18,8 @@ from typing import Any
 
 import pytest
 
-from atoll.coordinator.heads import PeerHead
+from atoll.coordinator.catching_up import Recover
+from atoll.coordinator.heads import AskHead, PeerHead
 from atoll.coordinator.history import History
 from atoll.coordinator.rpc.client import CoordinatorClient
 from atoll.coordinator.run.invite import Invite
@@ -49,20 +50,20 @@ def test_started_again_it_knows_all_it_knew(kit: Any, tmp_path: Path) -> None:
         async with kit.net(tmp_path / "run", swarm) as net:
             one, *_ = await net.started()
             for _ in range(3):
-                entry, body = swarm.entry(net.run_id, net.up.coordinator.head())
+                entry, body = swarm.entry(net.run_id, net.up.coordinator.log.head())
                 await net.publish(one, entry, body)
             trace = RoundReport(position=2, included=True, seconds={"send": 1.0})
             await one.heartbeat(swarm.status(0, position=3), traces=[trace])
             before, invite = await one.status(), str(net.up.invite)
-            record = net.up.coordinator.replica.epoch_record
-            root = net.up.coordinator.replica.state.root()
+            record = net.up.coordinator.log.replica.epoch_record
+            root = net.up.coordinator.log.replica.state.root()
         snapshot = tmp_path / "run" / "log" / "snapshot-000000000002.bin"
         snapshot.write_bytes(b"damaged")  # the log has everything since the genesis
         async with kit.net(tmp_path / "run", swarm) as net:
             assert str(net.up.invite) == invite
             coordinator = net.up.coordinator
-            assert coordinator.replica.state.root() == root
-            assert coordinator.replica.epoch_record == record
+            assert coordinator.log.replica.state.root() == root
+            assert coordinator.log.replica.epoch_record == record
             after = await net.client(0).status()
             assert after.history == before.history
             assert (after.position, after.chain) == (before.position, before.chain)
@@ -75,7 +76,7 @@ def test_started_again_it_knows_all_it_knew(kit: Any, tmp_path: Path) -> None:
             }
             texts = [event.text for event in after.events]
             assert texts.count("epoch 0 opened at position 0 with 3 peers") == 1
-            entry, body = swarm.entry(net.run_id, coordinator.head())
+            entry, body = swarm.entry(net.run_id, coordinator.log.head())
             client = net.client(0)
             await client.join()
             assert await net.publish(client, entry, body)
@@ -260,7 +261,7 @@ def test_a_damaged_history_is_made_again_from_the_log(kit: Any, tmp_path: Path) 
         swarm = kit.Swarm()
         async with kit.net(tmp_path / "run", swarm) as net:
             one, *_ = await net.started()
-            entry, body = swarm.entry(net.run_id, net.up.coordinator.head())
+            entry, body = swarm.entry(net.run_id, net.up.coordinator.log.head())
             await net.publish(one, entry, body)
         for path in (tmp_path / "run").glob("history.db*"):
             path.unlink()
@@ -277,12 +278,21 @@ class FakeNode:
     addresses = ("/ip4/127.0.0.1/tcp/7701/p2p/12D3KooW",)
     closed = False
 
-    async def recover(self, replica: LiveReplica, on_taken: Callable[[int], None]) -> None:
+    def recover(self, module: str) -> Recover:
         """Nobody is there to recover from."""
 
-    async def ask_head(self, peer_id: str) -> PeerHead | None:
+        async def recover(replica: LiveReplica, on_taken: Callable[[int], None]) -> None:
+            return None
+
+        return recover
+
+    def ask_head(self, module: str) -> AskHead:
         """Nobody answers."""
-        return None
+
+        async def ask(peer_id: str) -> PeerHead | None:
+            return None
+
+        return ask
 
     async def introduce(self, question: bytes) -> bytes:
         """Nobody is known."""
@@ -385,7 +395,7 @@ spec.loader.exec_module(kit)
 from atoll.coordinator.service.server import serve
 
 def ready(up):
-    up.coordinator.ask_head_with(kit.answering(up.coordinator))
+    up.coordinator.log.ask_head_with(kit.answering(up.coordinator))
     print(up.invite, flush=True)
 
 asyncio.run(serve(kit.SPEC, kit.genesis, Path(sys.argv[2]), stop=asyncio.Event(),
@@ -451,7 +461,7 @@ def test_the_log_is_synced(kit: Any, tmp_path: Path) -> None:
 
     async def main() -> None:
         async with kit.net(tmp_path / "run") as net:
-            store = net.up.coordinator.replica.store
+            store = net.up.coordinator.log.replica.store
             full = 2  # of SQLite's `synchronous`: every commit is synced
             assert store._db.execute("PRAGMA synchronous").fetchone() == (full,)
 

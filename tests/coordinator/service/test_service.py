@@ -155,14 +155,14 @@ def test_entries_are_followed_and_served(kit: Any, tmp_path: Path) -> None:
             state = kit.genesis()
             sent = []
             for position in range(5):
-                head = net.up.coordinator.head()
+                head = net.up.coordinator.log.head()
                 entry, body = net.swarm.entry(net.run_id, head)
                 assert await net.publish(one, entry, body)
                 assert not await net.publish(two, entry, body)
                 state = kit.REPLAY.next_state(state, entry, body)
                 sent.append((entry, body))
-                assert net.up.coordinator.head().position == position + 1
-            assert net.up.coordinator.replica.state.root() == state.root()
+                assert net.up.coordinator.log.head().position == position + 1
+            assert net.up.coordinator.log.replica.state.root() == state.root()
             got = [fetched async for fetched in two.fetch_entries(1, 100)]
             assert [(f.entry, f.body) for f in got] == [(e.encode(), b) for e, b in sent[1:]]
             heads = [f async for f in two.fetch_entries(0, 2, bodies=False)]
@@ -179,12 +179,12 @@ def test_a_joiner_fetches_the_genesis_and_newer_snapshots(kit: Any, tmp_path: Pa
         async with kit.net(tmp_path / "run") as net:
             one, two, _ = await net.started()
             for _ in range(2):
-                entry, body = net.swarm.entry(net.run_id, net.up.coordinator.head())
+                entry, body = net.swarm.entry(net.run_id, net.up.coordinator.log.head())
                 await net.publish(one, entry, body)
-            await net.up.coordinator.replica.saved()
+            await net.up.coordinator.log.replica.saved()
             for position, expected in (
                 (0, kit.genesis()),
-                (None, net.up.coordinator.replica.state),
+                (None, net.up.coordinator.log.replica.state),
             ):
                 info = await two.fetch_snapshot(position)
                 assembly = Assembly(
@@ -209,7 +209,7 @@ def test_heartbeats_become_status_and_rounds(kit: Any, tmp_path: Path) -> None:
     async def main() -> None:
         async with kit.net(tmp_path / "run") as net:
             one, two, three = await net.started()
-            entry, body = net.swarm.entry(net.run_id, net.up.coordinator.head())
+            entry, body = net.swarm.entry(net.run_id, net.up.coordinator.log.head())
             trace = RoundReport(
                 position=0, included=True, seconds={"send": 1.0, "wait": 2.0}, wire_bytes_sent=7
             )
@@ -245,7 +245,7 @@ def test_rounds_of_an_absence_have_no_time_and_no_validation_loss(kit: Any, tmp_
                 status = net.swarm.status(index, position=3 if index else 4, valid_loss=2.0)
                 await client.heartbeat(status)
             for _ in range(4):
-                entry, body = net.swarm.entry(net.run_id, net.up.coordinator.head())
+                entry, body = net.swarm.entry(net.run_id, net.up.coordinator.log.head())
                 await net.publish(clients[0], entry, body)
             rows = (await clients[0].status()).history
             assert [row.late for row in rows] == [True, True, False, False]
@@ -278,7 +278,7 @@ def test_a_full_disk_is_reported_once_and_the_run_continues(kit: Any, tmp_path: 
     """It was a traceback every half second, and peers thought that they were out of touch."""
 
     def limit_disk(coordinator: Coordinator, pages: int) -> None:
-        for database in (coordinator.replica.store, coordinator.rounds._history):
+        for database in (coordinator.log.replica.store, coordinator.log.rounds._history):
             database._db.execute(f"PRAGMA max_page_count = {pages}")  # no file gets below its size
 
     async def main() -> None:
@@ -288,7 +288,7 @@ def test_a_full_disk_is_reported_once_and_the_run_continues(kit: Any, tmp_path: 
             ahead = net.swarm.status(0, position=1)
             assert (await one.heartbeat(ahead)).publish_from == 0
             limit_disk(coordinator, 1)
-            entry, body = net.swarm.entry(net.run_id, coordinator.head())
+            entry, body = net.swarm.entry(net.run_id, coordinator.log.head())
             for client in (one, two, one):
                 with pytest.raises(CoordinatorRefused, match=r"disk.*full") as raised:
                     await net.publish(client, entry, body)
@@ -301,7 +301,7 @@ def test_a_full_disk_is_reported_once_and_the_run_continues(kit: Any, tmp_path: 
             assert len(told) == 1 and "free space on its disk" in told[0]
             limit_disk(coordinator, 2**31)
             assert await net.publish(two, entry, body)
-            assert coordinator.head().position == 1
+            assert coordinator.log.head().position == 1
 
     kit.run(main())
 
@@ -315,7 +315,7 @@ def test_the_coordinator_asks_one_peer_for_what_it_lacks(kit: Any, tmp_path: Pat
                 beat = await client.heartbeat(net.swarm.status(index, position=1))
                 asked.append(beat.publish_from)
             assert asked == [0, None, None]
-            entry, body = net.swarm.entry(net.run_id, net.up.coordinator.head())
+            entry, body = net.swarm.entry(net.run_id, net.up.coordinator.log.head())
             assert await net.publish(clients[0], entry, body)
             beat = await clients[0].heartbeat(net.swarm.status(0, position=1))
             assert beat.publish_from is None and beat.head.position == 1
@@ -328,15 +328,15 @@ def test_the_run_finishes_with_a_checkpoint(kit: Any, tmp_path: Path) -> None:
         async with kit.net(tmp_path / "run") as net:
             one, *_ = await net.started()
             for _ in range(6):
-                entry, body = net.swarm.entry(net.run_id, net.up.coordinator.head())
+                entry, body = net.swarm.entry(net.run_id, net.up.coordinator.log.head())
                 await net.publish(one, entry, body)
             assert (await one.heartbeat(net.swarm.status(0, position=6))).finished
             assert (await one.status()).state == "finished"
             coordinator = net.up.coordinator
-        checkpoint = kit.load_checkpoint(coordinator.last_checkpoint())
+        checkpoint = kit.load_checkpoint(coordinator.log.last_checkpoint())
         assert checkpoint.position == 6 and checkpoint.spec == kit.SPEC
-        assert checkpoint.chain == coordinator.head().chain
-        assert checkpoint.state.root() == coordinator.replica.state.root()
+        assert checkpoint.chain == coordinator.log.head().chain
+        assert checkpoint.state.root() == coordinator.log.replica.state.root()
 
     kit.run(main())
 
@@ -418,7 +418,7 @@ def test_entries_without_a_certificate_are_refused(kit: Any, tmp_path: Path) -> 
     async def main() -> None:
         async with kit.net(tmp_path / "run") as net:
             one, *_ = await net.started()
-            head = net.up.coordinator.head()
+            head = net.up.coordinator.log.head()
             entry, body = net.swarm.entry(net.run_id, head)
 
             async def send(entry: Any, certificate: bytes, body: bytes) -> bool:
@@ -454,7 +454,7 @@ def test_entries_without_a_certificate_are_refused(kit: Any, tmp_path: Path) -> 
                 await send(short, Certificate(attempt=0, votes=()).encode(), b"")
             ahead, _ = net.swarm.entry(net.run_id, dataclasses.replace(head, position=3))
             assert not await send(ahead, good, body)
-            assert net.up.coordinator.head() == head
+            assert net.up.coordinator.log.head() == head
             assert await send(entry, good, body)
 
     kit.run(main())
@@ -465,7 +465,7 @@ def test_a_stream_out_of_order_is_refused(kit: Any, tmp_path: Path, parts: list[
     async def main() -> None:
         async with kit.net(tmp_path / "run") as net:
             one, *_ = await net.started()
-            entry, body = net.swarm.entry(net.run_id, net.up.coordinator.head())
+            entry, body = net.swarm.entry(net.run_id, net.up.coordinator.log.head())
             header = pb.PublishHeader(
                 auth=one._auth(),
                 entry=entry.encode(),
@@ -551,7 +551,7 @@ def test_bodies_on_their_way_are_bounded_in_bytes(kit: Any, tmp_path: Path) -> N
         async with kit.net(tmp_path / "run") as net:
             await net.started()
             service = Service(net.up.coordinator)
-            entry, _ = net.swarm.entry(net.run_id, net.up.coordinator.head())
+            entry, _ = net.swarm.entry(net.run_id, net.up.coordinator.log.head())
 
             def of(position: int, body_bytes: int) -> Entry:
                 part = entry.parts[0].model_copy(update={"wire_bytes": body_bytes})
@@ -576,7 +576,7 @@ def test_a_publisher_that_stalls_is_given_up(
     async def main() -> None:
         async with kit.net(tmp_path / "run") as net:
             one, two, _ = await net.started()
-            entry, body = net.swarm.entry(net.run_id, net.up.coordinator.head())
+            entry, body = net.swarm.entry(net.run_id, net.up.coordinator.log.head())
             stream = (await one._connect()).stream_stream(
                 PUBLISH.path, request_serializer=pb.PublishRequest.SerializeToString
             )()

@@ -162,11 +162,11 @@ def test_a_damaged_trainer_state_is_said_and_costs_no_more(peer, paths, organise
     )
     assert "asks this machine" not in peer(organiser.invite).err
     assert re.search(r"^[\d:]{8}  round 3/3  loss \d\.\d{3}  [\d,]+ tok/s  util ", first.err, re.M)
-    paths.trainer.write_bytes(b"garbage")
+    paths.trainer().write_bytes(b"garbage")
     again = peer(organiser.invite)
     assert again.code == 0
     assert "starting with a fresh inner optimizer" in again.err
-    assert str(paths.trainer) in again.err
+    assert str(paths.trainer()) in again.err
     assert "resumed at position 3" in again.err
     assert "run complete: all 3 rounds committed" in again.err
 
@@ -174,7 +174,7 @@ def test_a_damaged_trainer_state_is_said_and_costs_no_more(peer, paths, organise
 def test_a_peer_that_lost_its_log_says_from_whom_it_has_it_again(peer, paths, organise, kit):
     organiser = organise(kit.tiny_spec())
     peer(organiser.invite)
-    shutil.rmtree(paths.log)
+    shutil.rmtree(paths.log())
     again = peer(organiser.invite)
     assert again.code == 0
     assert re.search(r"recovered from position 0 to 3: .* from coordinator in ", again.err)

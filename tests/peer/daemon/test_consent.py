@@ -408,7 +408,7 @@ def test_a_run_of_code_that_is_not_allowed_is_refused_before_it_starts(
 ):
     """The organiser has the state; the peer has only the spec's word for what to run."""
     state = kit.first_state(kit.tiny_spec())
-    monkeypatch.setattr(kit, "first_state", lambda spec: state)
+    monkeypatch.setattr(kit, "first_state", lambda spec, module: state)
     spec = kit.tiny_spec()
     organiser = organise(type(spec).from_dict(spec.model_dump(mode="json") | {"model": model}))
     folder = tmp_path / "peer"

@@ -5,7 +5,8 @@ import threading
 import torch
 
 from atoll.peer.daemon.process import wait_until_stored
-from atoll.peer.training.trainer import Trainer, TrainerOptions, build_model
+from atoll.peer.training.opening import build_model
+from atoll.peer.training.trainer import Trainer, TrainerOptions
 
 ROUNDS = 12
 
@@ -99,5 +100,5 @@ def test_a_lone_peer_goes_on_alone_and_the_coordinator_keeps_its_model(kit, orga
     assert wait_until_stored(ann.peer, 60.0, threading.Event(), print)
     status = kit.until(lambda: (s := organiser.status()).state == "finished" and s, "the end")
     assert status.position == ROUNDS
-    kept = organiser.up.coordinator.replica.state
+    kept = organiser.up.coordinator.log.replica.state
     assert torch.equal(kept.params_N, training.trainer.worker.synced_N)

@@ -109,7 +109,7 @@ def test_keepers_hold_the_rounds_of_trainers(organise, kit, start):
     assert all(row.left_out == [] for row in status.history)
     assert keepers[0].said("it leads and votes", kind="ready")
     assert keepers[0].said("round 3/3", kind="round")
-    store = organiser.up.coordinator.replica.store
+    store = organiser.up.coordinator.log.replica.store
     keeps = {peer.peer_id for peer in status.peers if peer.role == "keeper"}
     for record in store.headers(0, 3):
         entry = Entry.decode(record.entry)

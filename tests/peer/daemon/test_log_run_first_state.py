@@ -44,6 +44,7 @@ def test_the_first_state_is_fetched_only_if_it_cannot_be_built(make_first, root,
         spec=None,
         compute=compute,
         fetch_state=fetch_state,
+        module="",
         enrolment=types.SimpleNamespace(membership=types.SimpleNamespace(genesis_root=root)),
     )
     run = types.SimpleNamespace(_env=env, _replay=types.SimpleNamespace(memory_numel=4))

@@ -86,7 +86,7 @@ def test_two_loops_of_their_own_train_one_model(organiser, tmp_path):
     assert (status.state, status.position) == ("finished", ROUNDS)
     assert {row.members for row in status.history} == {2}
     assert all(loop.losses[-1] < loop.losses[0] < 6 for loop in loops)
-    state = organiser.up.coordinator.replica.state
+    state = organiser.up.coordinator.log.replica.state
     assert {loop.root for loop in loops} == {state.root()}
     assert {peer.name: peer.state for peer in status.peers} == {"a": "left", "b": "left"}
     assert all(0 < peer.loss < 6 and 0 < peer.utilisation < 1 for peer in status.peers)

@@ -38,7 +38,7 @@ def test_a_peer_trains_to_the_end_and_the_coordinator_has_it_all(organise, kit, 
     (peer,) = status.peers
     assert (peer.position, peer.chain, peer.state) == (3, status.chain, "left")
     assert peer.state_position == 3
-    state = organiser.up.coordinator.replica.state
+    state = organiser.up.coordinator.log.replica.state
     assert peer.state_digest == state.root().hex()
     assert [e.kind for e in daemon.events][-1] == "stopped"
 

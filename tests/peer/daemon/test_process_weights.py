@@ -7,7 +7,7 @@ import pytest
 from atoll.optim.state.layout import Layout
 from atoll.peer.daemon.consent import request_of
 from atoll.peer.errors import ModelError
-from atoll.peer.training import trainer
+from atoll.peer.training import opening
 from atoll.peer.training.hf.folder import weights_digest
 from support.weights import SHAPE, spec_of, write_folder
 
@@ -28,14 +28,14 @@ def base(tmp_path):
 def test_peers_begin_with_the_weights_that_the_run_names(organise, kit, start, base, monkeypatch):
     organiser = organise(run_of(kit, base))
     built = []
-    honest = trainer.first_state
+    honest = opening.first_state
     monkeypatch.setattr(
         "atoll.peer.daemon.process.first_state",
-        lambda *args: built.append(honest(*args)) or built[-1],
+        lambda *args, **options: built.append(honest(*args, **options)) or built[-1],
     )
     copy = base.rename(base.with_name("copy"))  # of another owner, under another name
     assert start(organiser.invite, "with", init=str(copy)).join() is True
-    root = organiser.up.coordinator.replica.store.load_snapshot(0).root()
+    root = organiser.up.coordinator.log.replica.store.load_snapshot(0).root()
     assert [state.root() for state in built] == [root]
 
 
@@ -44,7 +44,7 @@ def test_a_peer_without_the_weights_fetches_the_first_state(organise, kit, start
     daemon = start(organiser.invite)
     assert daemon.join() is True
     (peer,) = organiser.status().peers
-    assert peer.state_digest == organiser.up.coordinator.replica.state.root().hex()
+    assert peer.state_digest == organiser.up.coordinator.log.replica.state.root().hex()
 
 
 def test_the_owner_is_told_of_the_weights(kit, base):

@@ -19,7 +19,7 @@ from atoll.optim.state.outer_state import OuterState
 from atoll.peer.daemon import reducer
 from atoll.peer.daemon.reducer import FAR_BEHIND, Reset
 from atoll.peer.errors import DataError, ModelError, SetupError
-from atoll.peer.training import trainer
+from atoll.peer.training import opening
 from support.reducer_bench import (
     LAYOUT,
     ME,
@@ -86,7 +86,7 @@ def test_a_tokenizer_that_travels_with_the_run_is_fetched(bench, tmp_path, monke
         return types.SimpleNamespace(vocab_size=300)
 
     each.thread.value = types.SimpleNamespace(fetch_tokenizer=fetch)
-    monkeypatch.setattr(trainer, "open_tokenizer", opened)
+    monkeypatch.setattr(opening, "open_tokenizer", opened)
     monkeypatch.setattr(reducer, "extra", lambda module, what: None)
     assert each.reducer.build_model().embedding.weight.shape == (300, 16)
 

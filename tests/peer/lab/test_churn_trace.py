@@ -125,6 +125,11 @@ def test_the_bound_knows_that_a_peer_serves_one_stage():
     assert upper_bound([1.0, 1.0, 1.0, 1.0], [1.0, 1.0]) == 2.0
 
 
+def test_the_bound_knows_that_equal_peers_cannot_be_halved():
+    assert upper_bound([1.0] * 5, [1.0, 1.0]) == pytest.approx(2.0)
+    assert upper_bound([1.0] * 5, [1.0, 2.0]) == pytest.approx(1.5)
+
+
 # SWARM's rule
 
 
@@ -193,6 +198,21 @@ def test_a_newcomer_goes_to_the_lowest_stage_and_counts_after_its_download():
     outcome = never(visits, even, 0).run()
     working_s = 7200.0 - (3600.0 + SWITCH_S + STATE_BYTES * 8e-6 / 100.0)
     assert outcome.samples == pytest.approx(7200.0 + working_s)
+
+
+def test_newcomers_anywhere_leave_more_to_move():
+    visits = synthetic(Churn(hours=8.0, peers=12, lifetime_h=1.0, fastest=1.0), 1)
+    lowest = never(visits, STAGES, 0).run()
+    anywhere = Ticked(
+        visits,
+        STAGES,
+        rule=most_to_least,
+        period_s=math.inf,
+        seed=0,
+        newcomers="anywhere",
+    ).run()
+    assert anywhere.optimal_samples == pytest.approx(lowest.optimal_samples)
+    assert anywhere.share < lowest.share
 
 
 def test_views_lag_behind_what_peers_announce():

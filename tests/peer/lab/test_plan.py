@@ -15,8 +15,8 @@ from atoll.optim.state.layout import Layout
 from atoll.peer.lab import plan
 from atoll.peer.lab.plan import PlanError, Setting, predict
 from atoll.peer.lab.work import Work, timed
+from atoll.peer.training.opening import build_model
 from atoll.peer.training.resources import LEDGER_PROCESS_BYTES, PEER_PROCESS_BYTES
-from atoll.peer.training.trainer import build_model
 
 SPECS = (
     "ddp",

@@ -22,7 +22,7 @@ def left_behind(folder, values, **changes):
         peer = PeerProcess(name=f"peer-{number}", folder=folder / f"peer-{number}")
         peer.folder.mkdir()
         tree = {"worker": {"synced_N": torch.full((4,), value)}}
-        path = PeerPaths(root=peer.folder).trainer
+        path = PeerPaths(root=peer.folder).trainer()
         saved.save(path, tree, kind="trainer", run=SPEC.digest())
         peers.append(peer)
     told = [PeerStatus(peer_id=p.name, name=p.name, **changes) for p in peers]

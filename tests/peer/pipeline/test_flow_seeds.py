@@ -111,7 +111,7 @@ def test_a_stage_whose_only_peer_restarts_goes_on():
 
 def test_double_counts_are_measured():
     weather = Weather(lost=0.1)
-    pipeline = Pipeline(4, peers=(2, 2, 2), weather=weather, run_s=20.0).run()
+    pipeline = Pipeline(4, peers=(2, 2, 2), weather=weather, staleness=1, run_s=30.0).run()
     check(pipeline)
     real = sum(count - 1 for count in pipeline.counted().values())
     told = sum(

@@ -103,7 +103,9 @@ def test_the_first_stage_draws_sends_and_counts():
     assert (end.microbatch, end.rows, end.loss, end.omission) == (name, ROWS, 2.5, None)
     assert the(TakeStep, done).microbatches == 1
     assert of(SendPass, done) == []
-    assert machine.statistics().held_bytes > 0  # of the next one, which has begun
+    machine.drain(1.3)
+    machine.job_failed(the(RunJob, done).key, 1.4)  # of the next one, which has begun
+    assert machine.statistics().held_bytes == 0
 
 
 def test_a_middle_stage_returns_the_input_gradient_before_it_counts():
@@ -253,6 +255,41 @@ def test_a_hop_waits_longer_the_more_stages_follow():
         machine.answered(send, ACCEPTED, 0.0)
         patience.append(machine.due_s)
     assert patience == sorted(patience) and patience[0] < patience[1] < patience[2] < 20
+
+
+def test_a_hop_waits_a_multiple_of_what_returns_took():
+    patience = []
+    for stages in (3, 4):
+        machine, _ = hop(stages=stages, lifetime_s=100.0)
+        for sequence in (0, 1):
+            send_in(machine, sequence)
+            send = the(SendPass, machine.forwarded(pass_key(sequence), OUTPUT, 0.0))
+            machine.answered(send, ACCEPTED, 0.0)
+        path = ("d0", "c0")[4 - stages :]
+        machine.offered("c0", header(0, "backward", path=path), 0.1)
+        machine.received("c0", header(0, "backward", path=path), GRADIENT, 0.1)
+        send_in(machine, 2, now_s=0.1)
+        send = the(SendPass, machine.forwarded(pass_key(2), OUTPUT, 0.1))
+        machine.finished(pass_key(0), 0.1)
+        machine.answered(send, ACCEPTED, 0.1)
+        patience.append(machine.due_s - 0.1)
+    assert patience[1] == pytest.approx(2 * patience[0])
+
+
+def test_an_output_waits_for_a_peer_that_never_had_it():
+    machine, first = handed_over(next_peers=("c0", "c1"))
+    second = the(SendPass, machine.tick(machine.due_s))
+    assert machine.answered(second, busy(0.5), 10.1) == []  # not back to the silent one
+    third = the(SendPass, machine.tick(machine.due_s))
+    assert third.peer == second.peer != first.peer
+
+
+def test_a_loss_that_is_not_finite_is_refused_before_anything_is_sent():
+    machine, _ = hop(stage=2)
+    send_in(machine, peer="b0", stage=2)
+    with pytest.raises(ValueError, match="finite loss, got nan"):
+        machine.gradient_ready(pass_key(), GRADIENT, 0.5, loss=float("nan"))
+    assert the(Tell, machine.job_failed(pass_key(), 0.6)).note == omit("failed")
 
 
 def test_a_peer_that_left_is_replaced_at_once():

@@ -93,6 +93,18 @@ def test_a_pass_whose_payload_is_on_the_way_is_not_taken_twice():
     assert answer(machine, "c0", back()).verdict == "busy"
 
 
+def test_a_return_that_is_begun_and_not_completed_is_cut_off():
+    machine = awaited(next_peers=("c0", "c1"), lifetime_s=20.0)
+    machine.tick(machine.due_s)  # 10 s: the one that took it is silent, and the other is asked
+    asked = [peer for peer in ("c0", "c1") if answer(machine, peer, back(peer), 10.0) == ACCEPTED]
+    assert len(asked) == 1
+    (other,) = {"c0", "c1"} - set(asked)
+    assert answer(machine, other, back(other), 14.9).verdict == "busy"
+    machine.tick(15.1)
+    assert answer(machine, asked[0], back(asked[0]), 15.2) == refused("not-asked")
+    assert answer(machine, other, back(other), 15.2) == ACCEPTED
+
+
 def test_a_return_may_overtake_the_answer():
     machine, _ = hop()
     answer(machine, "a0", header())

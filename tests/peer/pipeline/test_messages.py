@@ -72,6 +72,7 @@ def test_a_changed_byte_never_raises_another_error(at, value):
     [
         ({"rows": ROWS + 2}, "at most 6 rows, got 8"),
         ({"rows": 5}, "got 5 in 2"),
+        ({"sequences": 1}, "at most 3 tokens, got 6"),
         ({"width": 4}, "a width of 3, got 4"),
         ({"codec": "fp32"}, "the codec 'int8', got 'fp32'"),
         ({"path": ("b0",)}, "belong to returns alone"),

@@ -14,7 +14,7 @@ from atoll.peer.training import digests
 from atoll.peer.training.data.documents import text_digest
 from atoll.peer.training.data.tokenizer_trial import TrialFailed
 from atoll.peer.training.digests import read_tokenizer, with_digests
-from atoll.peer.training.trainer import open_corpus
+from atoll.peer.training.opening import open_corpus
 
 MODEL = "def build(**anything): raise RuntimeError('not called')\n"
 TOKENIZER = b'{"some": "tokenizer"}'

@@ -11,8 +11,8 @@ from atoll.optim.state.outer_state import OuterState
 from atoll.peer.errors import SetupError
 from atoll.peer.training.data.load import ByteTokenizer
 from atoll.peer.training.devices import Device
+from atoll.peer.training.opening import build_model
 from atoll.peer.training.sampling import SamplingOptions, generate, pick, sample
-from atoll.peer.training.trainer import build_model
 
 SPEC = RunSpec.from_dict(
     {

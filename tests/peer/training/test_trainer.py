@@ -18,6 +18,7 @@ from atoll.peer.daemon import process
 from atoll.peer.errors import ModelError, SavedStateError
 from atoll.peer.training import learner, saved
 from atoll.peer.training.data import load as data
+from atoll.peer.training.opening import first_state
 from atoll.peer.training.permission import Allowed
 from atoll.peer.training.trainer import (
     MAX_DROPPED,
@@ -25,7 +26,6 @@ from atoll.peer.training.trainer import (
     Trainer,
     TrainerOptions,
     TrainingFailed,
-    first_state,
 )
 
 H = 4
@@ -651,7 +651,7 @@ def test_validation_and_saving_stay_within_their_budgets(corpus, tmp_path, monke
         save_every_s=process.SAVE_EVERY_S,
         clock=lambda: now_s[0],
     )
-    trainer.learner.gradient = taking(2.0, learner.Gradient(loss=1.0, norm=1.0))
+    trainer.learner.gradient = taking(2.0, learner.Gradient(loss=1.0, norm=1.0, tokens=1))
     trainer.evaluate = taking(5.0, 2.0)
     monkeypatch.setattr(saved, "begin", taking(4.0, None))
     monkeypatch.setattr(saved, "finish", taking(6.0, None))

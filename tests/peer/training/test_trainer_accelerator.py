@@ -6,6 +6,7 @@ import torch
 
 from atoll.coordinator.run.spec import RunSpec
 from atoll.optim.inprocess.rounds import in_process
+from atoll.peer.training import opening
 from atoll.peer.training import trainer as training
 from atoll.peer.training.data import load as data
 from atoll.peer.training.trainer import Trainer, TrainerOptions
@@ -93,7 +94,7 @@ def test_what_a_device_lacks_or_waits_for_is_refused(does):
 
 def test_a_tied_model_stays_tied_and_gets_gradients():
     with Accelerator():
-        model = training.build_model(spec_of(), 256).to(DEVICE)
+        model = opening.build_model(spec_of(), 256).to(DEVICE)
         assert model.head.weight is model.embedding.weight
         tokens_BT = torch.randint(256, (2, 17)).to(DEVICE)
         training.models.loss_of(model, tokens_BT[:, :-1], tokens_BT[:, 1:]).backward()

@@ -20,14 +20,9 @@ from atoll.peer.training.hf import llama
 from atoll.peer.training.hf.beginning import load_, with_shape
 from atoll.peer.training.hf.folder import WeightFolder, weights_digest
 from atoll.peer.training.models import Decoder
+from atoll.peer.training.opening import build_model, expect_params, first_state
 from atoll.peer.training.permission import Allowed, options_for, with_own_files
-from atoll.peer.training.trainer import (
-    Trainer,
-    TrainerOptions,
-    build_model,
-    expect_params,
-    first_state,
-)
+from atoll.peer.training.trainer import Trainer, TrainerOptions
 from support.weights import SHAPE, spec_of, write_folder
 
 

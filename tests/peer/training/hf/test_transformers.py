@@ -22,15 +22,10 @@ from atoll.peer.training.hf.beginning import load_
 from atoll.peer.training.hf.export import ExportError, export
 from atoll.peer.training.hf.folder import WeightFolder
 from atoll.peer.training.models import logits_of
+from atoll.peer.training.opening import build_model, expect_params, first_state
 from atoll.peer.training.permission import Allowed
 from atoll.peer.training.trained import load_checkpoint
-from atoll.peer.training.trainer import (
-    Trainer,
-    TrainerOptions,
-    build_model,
-    expect_params,
-    first_state,
-)
+from atoll.peer.training.trainer import Trainer, TrainerOptions
 from support.weights import SHAPE, checkpoint_of, spec_of, write_folder
 
 CUSTOM = """

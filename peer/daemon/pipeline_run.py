@@ -1,0 +1,134 @@
+"""Taking part in a pipeline: the log of one module, and the microbatches that flow through it.
+
+    PipelineRun    a `LogRun` of the peer's own stage, with a `Carrier` to the stages beside it
+
+The flow begins once the trainer is there (`open_stage`), which knows the shape of the model.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+
+from atoll.coordinator.rpc.client import Joined
+from atoll.coordinator.run.spec import RunSpec
+from atoll.dht.roster import PeerRecord
+from atoll.dht.tasks import together
+from atoll.peer.daemon.log_run import LogRun
+from atoll.peer.daemon.loop_thread import LoopThread
+from atoll.peer.daemon.peer import Environment, Peer
+from atoll.peer.daemon.reducer import NetworkReducer
+from atoll.peer.pipeline.carrier import Carrier, Workbench
+from atoll.peer.pipeline.hop import Hop
+from atoll.peer.pipeline.messages import FrameShape
+from atoll.peer.pipeline.passes import HopRules
+from atoll.peer.pipeline.tallies import HopStatistics
+from atoll.peer.training.stage_learner import codecs_of
+from atoll.peer.training.stages import Shape
+
+LOOK_S = 1.0  # between two looks for peers of the next stage; their records change each 5 s
+
+
+class PipelineRun(LogRun):
+    """A peer's part in a pipeline; a `RunKind`."""
+
+    def __init__(self, env: Environment, joined: Joined | None) -> None:
+        """Build everything; `start` also gives it a state."""
+        super().__init__(env, joined)
+        self.bench = Workbench()
+        """The jobs of the trainer."""
+        self._stage = env.spec.modules.index(env.module)
+        self._carrier: Carrier | None = None
+        self._thread: LoopThread[Peer] | None = None
+
+    @property
+    def is_complete(self) -> bool:
+        """Return whether all rounds of all stages are committed; in any thread."""
+        return self.publisher.is_complete
+
+    def reducer(self, thread: LoopThread[Peer]) -> NetworkReducer:
+        """Return the trainer's side."""
+        self._thread = thread
+        return super().reducer(thread)
+
+    def open_stage(self, shape: Shape) -> None:
+        """Take passes from now on; called by the trainer, once it is built."""
+        assert self._thread is not None  # the trainer has a reducer
+        self._thread.ask(lambda: self._open(shape))
+
+    def _open(self, shape: Shape) -> None:
+        env = self._env
+        frames = frame_shape(env.spec, shape)
+        hop = Hop(
+            me=env.me.peer_id,
+            incarnation=env.me.incarnation,
+            stage=self._stage,
+            rules=hop_rules(env.spec, frames),
+            rng=random.SystemRandom(),
+        )
+        self._carrier = Carrier(
+            hop,
+            env.node.transport,
+            frames,
+            bench=self.bench,
+            tasks=env.tasks,
+            compute=env.compute,
+        )
+        env.tasks.keep(self._carrier.keep)
+
+    def flow(self) -> HopStatistics | None:
+        """Return what has flowed through this peer; None before there is a trainer."""
+        return self._carrier.hop.statistics() if self._carrier is not None else None
+
+    async def run(self) -> None:
+        """Hold rounds, and look for the peers of the next stage."""
+        await together(super().run(), self._keep_looking())
+
+    async def roster_peers(self) -> dict[str, PeerRecord]:
+        """Return the peers of this stage and of those beside it, as far as they were seen."""
+        beside = self._env.spec.modules[max(0, self._stage - 1) : self._stage + 2]
+        seen = self._env.neighbours.roster.seen
+        own = await super().roster_peers()
+        return own | {each.peer_id: each for each in seen if each.module in beside}
+
+    async def leave(self) -> None:
+        """Give up what is in work, and close the rounds."""
+        if self._carrier is not None:
+            self._carrier.act(self._carrier.hop.withdraw(asyncio.get_running_loop().time()))
+        await super().leave()
+
+    async def _keep_looking(self) -> None:
+        following = self._env.spec.modules[self._stage + 1 : self._stage + 2]
+        while True:
+            if self._carrier is not None:
+                seen = self._env.neighbours.roster.seen
+                trainers = [each for each in seen if each.role == "trainer"]
+                self._carrier.look([each for each in trainers if each.module in following])
+            await asyncio.sleep(LOOK_S)
+
+
+def frame_shape(spec: RunSpec, shape: Shape) -> FrameShape:
+    """Return what frames of a run look like."""
+    codecs = codecs_of(spec)
+    return FrameShape(
+        max_rows=spec.inner.batch_size * spec.data.seq_len,
+        max_length=spec.data.seq_len,
+        width=shape.width,
+        vocab_size=shape.vocab_size,
+        forward_codec=codecs.forward.spec,
+        backward_codec=codecs.backward.spec,
+        forward_bytes=codecs.forward.frame_bytes,
+        backward_bytes=codecs.backward.frame_bytes,
+    )
+
+
+def hop_rules(spec: RunSpec, frames: FrameShape) -> HopRules:
+    """Return the rules of a run's hops. A step has as many microbatches as it accumulates."""
+    return HopRules(
+        stages=spec.topology.stages,
+        shape=frames,
+        lifetime_s=spec.topology.deadline_s,
+        step_microbatches=spec.inner.grad_accumulation,
+        staleness=spec.topology.staleness,
+        exact=spec.topology.exact,
+    )

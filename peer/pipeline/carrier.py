@@ -1,0 +1,291 @@
+"""Carries out what a `Hop` asks: passes and notes over a transport, jobs for the trainer's thread.
+
+The hop and all methods here live in the event loop. The trainer takes its jobs from a `Workbench`,
+in the order in which the hop gave them, and reports each result by name; the report comes back into
+the loop. Streams `pass` and calls `pass-note` belong to the run and not to a module, as they cross
+from one module to the next.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from atoll.dht.refusals import RefusalCode
+from atoll.dht.roster import PeerRecord
+from atoll.dht.tasks import KeptTasks
+from atoll.dht.transport import (
+    MAX_MESSAGE_BYTES,
+    DeadlineExceeded,
+    PeerUnreachable,
+    Refused,
+    Stream,
+    Transport,
+    TransportError,
+)
+from atoll.optim.log.entry import MalformedRecord
+from atoll.optim.log.replica import Compute
+from atoll.peer.pipeline.actions import (
+    Action,
+    AnswerPass,
+    Drained,
+    MicrobatchEnded,
+    RunJob,
+    SendFailure,
+    SendPass,
+    SettleHeld,
+    TakeStep,
+    Tell,
+)
+from atoll.peer.pipeline.hop import Hop
+from atoll.peer.pipeline.messages import (
+    FrameShape,
+    PassAnswer,
+    PassHeader,
+    Payload,
+    decode_note,
+    encode_note,
+    payload_bytes,
+    read_payload,
+)
+
+PASS, NOTE = "pass", "pass-note"
+CONNECT_S = 5.0  # a peer of the roster is connected already; else another one is tried
+ANSWER_S = 5.0  # the receiver answers a header at once, from its loop
+PROGRESS_S = 10.0  # for a message of 1 MiB: 1 Mbit/s is too slow for a pipeline
+NOTE_S = 5.0
+TICK_S = 0.05  # passes take tenths of a second and more
+TAKEN = b"\1"  # the receiver has the payload
+
+Job = RunJob | TakeStep | SettleHeld
+
+
+class Workbench:
+    """The jobs of the trainer's thread; the only thing here that two threads share."""
+
+    def __init__(self) -> None:
+        self._jobs: queue.SimpleQueue[Job] = queue.SimpleQueue()
+        self._report: Callable[[str, Sequence[Any], dict[str, Any]], None] | None = None
+
+    def put(self, job: Job) -> None:
+        """Give the trainer a job; called in the loop."""
+        self._jobs.put(job)
+
+    def take(self, timeout_s: float) -> Job | None:
+        """Return the next job, None if none comes in time; called by the trainer."""
+        try:
+            return self._jobs.get(timeout=timeout_s)
+        except queue.Empty:
+            return None
+
+    def report(self, result: str, *values: Any, **named: Any) -> None:  # noqa: ANN401 - of `Hop`
+        """Pass a result to the hop's method of that name; called by the trainer."""
+        if self._report is not None:
+            self._report(result, values, named)
+
+    def report_to(self, report: Callable[[str, Sequence[Any], dict[str, Any]], None]) -> None:
+        """Take results from now on."""
+        self._report = report
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ended:
+    """What the origin is told of its microbatches."""
+
+    on_ended: Callable[[MicrobatchEnded], None] = lambda ended: None
+    on_drained: Callable[[Drained], None] = lambda drained: None
+
+
+class Carrier:
+    """One peer's hop, connected to its neighbours and its trainer."""
+
+    def __init__(
+        self,
+        hop: Hop,
+        transport: Transport,
+        shape: FrameShape,
+        *,
+        bench: Workbench,
+        tasks: KeptTasks,
+        compute: Compute,
+        ended: Ended | None = None,
+    ) -> None:
+        """Serve passes from now on.
+
+        Args:
+            hop: the machine.
+            transport: of the run.
+            shape: of the run's frames.
+            bench: takes the trainer's jobs and gives their results.
+            tasks: own what this sends.
+            compute: runs what would block the loop.
+            ended: takes what the hop reports of its own microbatches.
+        """
+        self.hop = hop
+        self._transport, self._shape = transport, shape
+        self._bench, self._tasks, self._compute = bench, tasks, compute
+        self._ended = ended or Ended()
+        self._loop = asyncio.get_running_loop()
+        self._known: dict[str, str] = {}
+        """incarnations of the peers of the next stage, as the hop knows them"""
+        bench.report_to(self._report)
+        transport.serve_stream(PASS, self._serve_pass)
+        transport.serve(NOTE, self._serve_note)
+
+    async def keep(self) -> None:
+        """Let time pass for the hop, until cancelled."""
+        while True:
+            if self.hop.due_s <= self._now():
+                self.act(self.hop.tick(self._now()))
+            await asyncio.sleep(TICK_S)
+
+    def look(self, next_stage: Collection[PeerRecord]) -> None:
+        """Take the peers of the next stage that are here now."""
+        here = {record.peer_id: record for record in next_stage}
+        for peer in self._known.keys() - here.keys():
+            del self._known[peer]
+            self.act(self.hop.left(peer, self._now()))
+        for peer, record in here.items():
+            self._known[peer] = record.incarnation
+            rate = record.tokens_per_s or None
+            self.act(
+                self.hop.appeared(
+                    peer, incarnation=record.incarnation, rows_per_s=rate, now_s=self._now()
+                )
+            )
+
+    def act(self, actions: Sequence[Action]) -> None:
+        """Carry out actions in their order."""
+        for action in actions:
+            if isinstance(action, RunJob | TakeStep | SettleHeld):
+                self._bench.put(action)
+            elif isinstance(action, SendPass):
+                self._tasks.spawn(self._send, action)
+            elif isinstance(action, Tell):
+                self._tasks.spawn(self._tell, action)
+            elif isinstance(action, MicrobatchEnded):
+                self._ended.on_ended(action)
+            elif isinstance(action, Drained):
+                self._ended.on_drained(action)
+            # An `AnswerPass` belongs to the stream whose header was offered.
+
+    def _now(self) -> float:
+        return self._loop.time()
+
+    def _report(self, result: str, values: Sequence[Any], named: dict[str, Any]) -> None:
+        """Bring a result from the trainer's thread into the loop."""
+        self._loop.call_soon_threadsafe(partial(self._take_result, result, values, named))
+
+    def _take_result(self, result: str, values: Sequence[Any], named: dict[str, Any]) -> None:
+        self.act(getattr(self.hop, result)(*values, now_s=self._now(), **named))
+
+    # Receiving
+
+    async def _serve_pass(self, remote: str, stream: Stream) -> None:
+        header = await self._header(stream)
+        answer = self._offered(remote, header)
+        await stream.send(answer.encode(), timeout_s=ANSWER_S)
+        if answer.verdict != "accepted":
+            return
+        try:
+            payload = await self._payload(stream, header)
+        except BaseException:
+            self.act(self.hop.not_received(remote, header, self._now()))
+            raise
+        self.act(self.hop.received(remote, header, payload, self._now()))
+        await stream.send(TAKEN, timeout_s=ANSWER_S)
+
+    async def _header(self, stream: Stream) -> PassHeader:
+        message = await stream.recv(timeout_s=ANSWER_S)
+        try:
+            return PassHeader.decode(message or b"")
+        except MalformedRecord as error:
+            raise Refused(RefusalCode.BAD_MESSAGE, str(error)) from error
+
+    def _offered(self, remote: str, header: PassHeader) -> PassAnswer:
+        actions = self.hop.offered(remote, header, self._now())
+        self.act(actions)
+        return next(
+            action.answer
+            for action in actions
+            if isinstance(action, AnswerPass) and action.header is header
+        )
+
+    async def _payload(self, stream: Stream, header: PassHeader) -> Payload:
+        """Read the bytes that a checked header announces."""
+        expected = payload_bytes(header, self._shape)
+        data = bytearray()
+        while len(data) < expected:
+            piece = await stream.recv(timeout_s=PROGRESS_S)
+            if not piece or len(data) + len(piece) > expected:
+                got = len(data) + len(piece or b"")
+                raise Refused(
+                    RefusalCode.BAD_MESSAGE, f"expected a payload of {expected} bytes, got {got}"
+                )
+            data += piece
+        try:
+            payload: Payload = await self._compute(read_payload, header, data, self._shape)
+        except MalformedRecord as error:
+            raise Refused(RefusalCode.BAD_MESSAGE, str(error)) from error
+        return payload
+
+    async def _serve_note(self, remote: str, body: bytes) -> bytes:
+        try:
+            note = decode_note(body)
+        except MalformedRecord as error:
+            raise Refused(RefusalCode.BAD_MESSAGE, str(error)) from error
+        self.act(self.hop.noted(remote, note, self._now()))
+        return b""
+
+    # Sending
+
+    async def _send(self, send: SendPass) -> None:
+        failure = await self._sent(send)
+        if failure is not None:
+            self.act(self.hop.send_failed(send, failure, self._now()))
+
+    async def _sent(self, send: SendPass) -> SendFailure | None:
+        """Send a pass; return why it failed, None if it was answered and, if accepted, taken."""
+        is_connected = False
+        try:
+            async with await self._transport.open(send.peer, PASS, timeout_s=CONNECT_S) as stream:
+                is_connected = True
+                await stream.send(send.header.encode(), timeout_s=ANSWER_S)
+                answer = PassAnswer.decode(await stream.recv(timeout_s=ANSWER_S) or b"")
+                self.act(self.hop.answered(send, answer, self._now()))
+                if answer.verdict != "accepted":
+                    return None
+                await self._send_payload(stream, send.payload)
+                if await stream.recv(timeout_s=PROGRESS_S) != TAKEN:
+                    return "lost"
+        except DeadlineExceeded:
+            return "timed-out"
+        except PeerUnreachable:
+            return "lost" if is_connected else "unreachable"
+        except (TransportError, MalformedRecord):
+            return "lost"
+        except Exception:
+            # Reported as the hop's own error, which bans nobody; the exception is logged.
+            self.act(self.hop.send_failed(send, "own", self._now()))
+            raise
+        self.act(self.hop.delivered(send, self._now()))
+        return None
+
+    async def _send_payload(self, stream: Stream, payload: Payload) -> None:
+        for part in (payload.tokens, payload.frame):
+            view = memoryview(part)
+            for start in range(0, len(view), MAX_MESSAGE_BYTES):
+                piece = view[start : start + MAX_MESSAGE_BYTES]
+                await stream.send(piece, timeout_s=PROGRESS_S)
+
+    async def _tell(self, tell: Tell) -> None:
+        try:
+            await self._transport.call(tell.peer, NOTE, encode_note(tell.note), timeout_s=NOTE_S)
+        except (TransportError, TimeoutError):
+            self.act(self.hop.untold(tell, self._now()))
+        else:
+            self.act(self.hop.told(tell, self._now()))

@@ -1,0 +1,308 @@
+"""Inner steps of one stage of a pipeline: gradients come with the microbatches that flow through.
+
+A `StageLearner` stands where a dense peer's `Learner` does. Its `gradient` computes whatever the
+flow asks of this stage, until enough microbatches have counted for an inner step. What flows, and
+where to, is decided elsewhere (`atoll.peer.pipeline`): a `Flow` gives jobs and takes results.
+
+Frames become tensors and back here, so that the codec's work is done in the trainer's thread.
+
+# B sequences, T positions, D width, R = B T rows
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import math
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from atoll.compression.activations import ActivationCodec, parse_activations
+from atoll.coordinator.run.sections import InnerSection
+from atoll.coordinator.run.spec import RunSpec
+from atoll.optim.inner import build
+from atoll.optim.methods.base import InnerName
+from atoll.peer.pipeline.actions import RunJob, SettleHeld, TakeStep
+from atoll.peer.pipeline.carrier import Workbench
+from atoll.peer.pipeline.messages import PassKey, Payload, encode_tokens
+from atoll.peer.training.devices import Device
+from atoll.peer.training.fit import Fit
+from atoll.peer.training.learner import Gradient
+from atoll.peer.training.stage_compute import StageCompute, WeightGradients
+from atoll.peer.training.stages import StageModel
+
+_log = logging.getLogger(__name__)
+
+POLL_S = 0.2  # between two looks whether the trainer shall stop, while nothing flows
+
+
+class StoppedInStep(Exception):
+    """The trainer was stopped, or its run ended, before the step had its microbatches."""
+
+
+class Draw(Protocol):
+    """Draws microbatches at the first stage."""
+
+    def __call__(self, *, trains: bool) -> Tensor:
+        """Return int64 tokens `(B, T + 1)`."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Codecs:
+    """Codecs between the stages of a run."""
+
+    forward: ActivationCodec
+    backward: ActivationCodec
+
+
+def codecs_of(spec: RunSpec) -> Codecs:
+    """Return the codecs that a run names."""
+    return Codecs(
+        forward=parse_activations(spec.topology.activations, seed=spec.run.seed),
+        backward=parse_activations(spec.topology.gradients, seed=spec.run.seed),
+    )
+
+
+class StageLearner:
+    """A stage on its device, with its inner optimizer, schedule and gradient clipping."""
+
+    def __init__(
+        self,
+        model: StageModel,
+        inner: InnerSection,
+        device: Device,
+        bench: Workbench,
+        codecs: Codecs,
+        *,
+        draw: Draw | None = None,
+        total_steps: int,
+        optimizer: InnerName = "adamw",
+        is_stopped: Callable[[], bool],
+    ) -> None:
+        """Move the stage to the device and create its optimizer.
+
+        Args:
+            model: the stage.
+            inner: the inner section of the spec.
+            device: device to train on.
+            bench: gives jobs, and takes their results.
+            codecs: of what is sent and received.
+            draw: draws microbatches; of the first stage alone.
+            total_steps: inner steps of the run; 0 for a run without an end.
+            optimizer: name of the inner optimizer.
+            is_stopped: returns whether to give up the step in progress.
+        """
+        self.compute = StageCompute(model, device)
+        self.model, self.device = self.compute.model, self.compute.device
+        self.fit = Fit(sequences=inner.batch_size)
+        self.optimizer = build(
+            optimizer,
+            self.model,
+            lr=inner.lr,
+            betas=(inner.beta1, inner.beta2),
+            weight_decay=inner.weight_decay,
+            fused=True if device.device.type in ("cpu", "cuda") else None,
+            quantized=inner.state == "8bit",
+        )
+        self._inner, self._total_steps = inner, total_steps
+        self._bench, self._codecs, self._draw = bench, codecs, draw
+        self._is_stopped = is_stopped
+        self._held: dict[PassKey, tuple[WeightGradients, float]] = {}
+        self._loss_sum, self._losses = 0.0, 0
+        self._is_open = False
+        self.waited_s = 0.0
+        """Seconds without a job."""
+        self._owes_step = False
+        """whether the flow waits to hear that the last step is taken"""
+
+    def gradient(self, *, step: int) -> Gradient:
+        """Compute for the flow until a step is due; leave its clipped mean gradient in the model.
+
+        Args:
+            step: step of the run that the learning rate follows.
+
+        Raises:
+            StoppedInStep: the trainer is stopped.
+        """
+        rate = self._inner.rate.at(step, self._total_steps)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        if not self._is_open:
+            self._is_open = True
+            self._bench.report("resume")
+        self._end_step()
+        while not self._is_stopped():
+            job = self._next()
+            if isinstance(job, TakeStep):
+                self._owes_step = True
+                if self.compute.microbatches:
+                    return self._finish()
+                self._end_step()  # all that it held was dropped
+            elif job is not None:
+                self._do(job)
+        raise StoppedInStep
+
+    def serve(self) -> None:
+        """Compute one job without training: the run's other stages are not done yet."""
+        self._end_step()
+        job = self._next()
+        if isinstance(job, TakeStep):
+            self.compute.clear()
+            self._loss_sum, self._losses = 0.0, 0
+            self._owes_step = True
+        elif job is not None:
+            self._do(job)
+
+    def clear(self) -> None:
+        """Drop the gradient."""
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a restart needs beside model and optimizer: nothing of a stage."""
+        return {"device": self.device.label}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over what `state_dict` gave."""
+
+    def _next(self) -> RunJob | TakeStep | SettleHeld | None:
+        began_s = time.perf_counter()
+        job = self._bench.take(POLL_S)
+        self.waited_s += time.perf_counter() - began_s
+        return job
+
+    def _end_step(self) -> None:
+        if self._owes_step:
+            self._owes_step = False
+            self._bench.report("stepped")
+
+    def _finish(self) -> Gradient:
+        tokens = self.compute.tokens
+        found = self.compute.finish(clip_norm=self._inner.clip_norm)
+        loss = self._loss_sum / self._losses if self._losses else math.nan
+        self._loss_sum, self._losses = 0.0, 0
+        return Gradient(loss=loss, norm=found.norm, tokens=tokens)
+
+    def _do(self, job: RunJob | SettleHeld) -> None:
+        """Carry out one job; an error of the computation ends the job alone."""
+        if isinstance(job, SettleHeld):
+            self._settle(job)
+            return
+        try:
+            self._run(job)
+        except (RuntimeError, ValueError) as error:
+            # Also out of memory: the flow gives the microbatch up, and this peer goes on.
+            _log.warning("a microbatch is given up: its %s failed: %s", job.kind, error)
+            self._bench.report("job_failed", job.key)
+
+    def _run(self, job: RunJob) -> None:
+        match job.kind:
+            case "begin":
+                self._begin(job)
+            case "forward":
+                frame = self._encoded(self._codecs.forward, self._output(job), job)
+                self._bench.report("forwarded", job.key, Payload.of(job.tokens, frame))
+            case "loss":
+                self._loss(job)
+            case "backward":
+                self._backward(job)
+            case "evaluate":
+                loss = self.compute.evaluate(self._input(job), _targets(_tokens(job)))
+                self._bench.report("evaluated", job.key, float(loss))
+
+    def _begin(self, job: RunJob) -> None:
+        assert self._draw is not None  # the flow begins microbatches at the first stage alone
+        tokens_BT = self._draw(trains=job.key.trains)
+        inputs = tokens_BT[:, :-1]
+        frame = self._encoded(self._codecs.forward, self._computed(inputs, job), job)
+        self._bench.report(
+            "began",
+            job.key,
+            sequences=len(inputs),
+            rows=inputs.numel(),
+            output=Payload.of(encode_tokens(tokens_BT.numpy()), frame),
+        )
+
+    def _output(self, job: RunJob) -> Tensor:
+        return self._computed(self._input(job), job)
+
+    def _computed(self, inputs: Tensor, job: RunJob) -> Tensor:
+        if not job.key.trains:
+            return self.compute.evaluate(inputs)
+        return self.compute.forward(inputs, seed=_seed(job.key))
+
+    def _loss(self, job: RunJob) -> None:
+        targets_BT = _targets(_tokens(job))
+        half = self.compute.loss_and_gradient(self._input(job), targets_BT, seed=_seed(job.key))
+        assert half.input_gradient_BTD is not None  # the last stage is not the first one
+        self._send_back(job, half.input_gradient_BTD, half.loss)
+        self._add(job, half.weights(), half.loss)
+
+    def _backward(self, job: RunJob) -> None:
+        inputs = self._input(job)
+        shape = (*inputs.shape[:2], self.model.shape.width)
+        gradient_BTD = self._decoded(self._codecs.backward, job.gradient, shape)
+        half = self.compute.backward(inputs, gradient_BTD, seed=_seed(job.key))
+        if half.input_gradient_BTD is not None:
+            self._send_back(job, half.input_gradient_BTD, None)
+        self._add(job, half.weights(), job.loss)
+
+    def _send_back(self, job: RunJob, gradient_BTD: Tensor, loss: float | None) -> None:
+        """Let the gradient of an input travel before those of the weights are computed."""
+        frame = self._encoded(self._codecs.backward, gradient_BTD, job)
+        self._bench.report("gradient_ready", job.key, Payload.of(b"", frame), loss=loss)
+
+    def _add(self, job: RunJob, found: WeightGradients, loss: float | None) -> None:
+        value = math.nan if loss is None else loss
+        if job.holds:
+            self._held[job.key] = found, value
+        else:
+            self._count(found, value)
+        self._bench.report("finished", job.key)
+
+    def _count(self, found: WeightGradients, loss: float) -> None:
+        self.compute.add(found)
+        if math.isfinite(loss):
+            self._loss_sum += loss
+            self._losses += 1
+
+    def _settle(self, job: SettleHeld) -> None:
+        held = self._held.pop(job.key, None)
+        if held is not None and job.counts:
+            self._count(*held)
+
+    def _input(self, job: RunJob) -> Tensor:
+        """Return the tokens of the first stage, or the decoded activations of the others."""
+        if self.model.is_first:
+            return _tokens(job)[:, :-1]
+        tokens_BT = _tokens(job)
+        shape = (len(tokens_BT), tokens_BT.shape[1] - 1, self.model.shape.width)
+        return self._decoded(self._codecs.forward, job.frame, shape)
+
+    def _encoded(self, codec: ActivationCodec, x_BTD: Tensor, job: RunJob) -> bytes:
+        frame = codec.encode(x_BTD.flatten(0, 1), seed=_seed((job.kind, job.key)))
+        return frame.numpy().tobytes()
+
+    def _decoded(self, codec: ActivationCodec, frame: bytes, shape: tuple[int, ...]) -> Tensor:
+        batch, length, width = shape
+        return codec.decode(frame, batch * length, width).view(shape)
+
+
+def _tokens(job: RunJob) -> Tensor:
+    """Return inputs and targets, int64 `(B, T + 1)`."""
+    ids = torch.frombuffer(bytearray(job.tokens), dtype=torch.int32)
+    return ids.view(job.sequences, -1).to(torch.int64)
+
+
+def _targets(tokens_BT: Tensor) -> Tensor:
+    return tokens_BT[:, 1:].contiguous()
+
+
+def _seed(name: object) -> int:
+    """Return the seed of what a microbatch draws: the same in both of its passes."""
+    return int.from_bytes(hashlib.sha256(repr(name).encode()).digest()[:4], "big")

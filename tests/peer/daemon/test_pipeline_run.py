@@ -1,0 +1,112 @@
+"""Peers of a pipeline: three stages over libp2p, each with a log of its own."""
+
+import math
+import time
+
+import pytest
+import torch
+
+from atoll.peer.daemon.network import WrongRole
+from atoll.peer.training.opening import first_state
+from atoll.peer.training.permission import Allowed
+
+STAGES = ("stage-1", "stage-2", "stage-3")
+
+
+def staged(kit, *, rounds=2, peers=3, **topology):
+    return kit.tiny_spec(
+        run={"name": "tiny", "rounds": rounds},
+        inner={"batch_size": 2, "grad_accumulation": 2, "warmup_steps": 2},
+        round={"min_peers": peers, "snapshot_every": 1, "grace_s": 10.0, "stall_s": 3.0},
+        topology={"stages": 3} | topology,
+    )
+
+
+@pytest.fixture
+def pipeline(organise, kit, start):
+    """Starts a run and its peers; they join one after the other, so that each has another stage."""
+
+    def begin(peers=3, **changes):
+        organiser = organise(staged(kit, peers=peers, **changes))
+        running = []
+        for index in range(peers):
+            running.append(start(organiser.invite, f"peer-{index}", share=1.0))
+            wait_for(lambda: len(organiser.status().peers) > index, running)
+        return organiser, running
+
+    return begin
+
+
+def wait_for(condition, running):
+    deadline_s = time.monotonic() + 60
+    while not condition():
+        failed = [peer.error for peer in running if peer.error is not None]
+        assert not failed, failed
+        assert time.monotonic() < deadline_s
+        time.sleep(0.05)
+
+
+def test_three_stages_train_one_model(pipeline):
+    organiser, running = pipeline()
+    assert [peer.join() for peer in running] == [True, True, True]
+    status = organiser.status()
+    assert status.state == "finished"
+    assert [(each.name, each.position) for each in status.modules] == [(s, 2) for s in STAGES]
+    assert sorted(peer.module for peer in status.peers) == list(STAGES)
+    logs = organiser.up.coordinator.logs
+    for peer in status.peers:
+        state = logs[peer.module].replica.state
+        assert peer.state_digest == state.root().hex()  # of that stage alone
+    # Every stage has moved, and knows the loss of the microbatches that flowed through it.
+    spec = organiser.spec
+    for name, log in logs.items():
+        begun = first_state(spec, Allowed.everything_in(spec), module=name)
+        assert not torch.equal(begun.params_N, log.replica.state.params_N)
+        losses = [row.loss for row in log.rounds.newest()]
+        assert len(losses) == 2 and all(0 < loss < 2 * math.log(256) for loss in losses)
+
+
+def test_a_stage_of_two_peers_shares_the_flow_and_the_log(pipeline):
+    organiser, running = pipeline(peers=4, rounds=3)
+    assert all(peer.join() for peer in running)
+    logs = organiser.up.coordinator.logs
+    together = [log for log in logs.values() if log.rounds.newest()[-1].members == 2]
+    assert len(together) == 1 and together[0].name == "stage-1"  # the fourth came to the first
+    chains = {}
+    for peer in organiser.status().peers:
+        chains.setdefault(peer.module, set()).add(peer.chain)
+    assert {module: len(found) for module, found in chains.items()} == dict.fromkeys(STAGES, 1)
+
+
+def test_a_peer_that_restarts_serves_its_stage_again(pipeline, start):
+    organiser, running = pipeline(rounds=6)
+    wait_for(lambda: organiser.status().position >= 1, running)
+    module = next(p.module for p in organiser.status().peers if p.name == "peer-1")
+    running[1].stop.set()
+    running[1].join()
+    again = start(organiser.invite, "peer-1", share=1.0)
+    assert again.join() is True
+    assert again.said("resumed at position")
+    assert next(p.module for p in organiser.status().peers if p.name == "peer-1") == module
+    assert running[0].join() and running[2].join()
+    assert {each.position for each in organiser.status().modules} == {6}
+
+
+def test_the_owner_is_told_of_the_stage(pipeline):
+    _, running = pipeline(rounds=1)
+    assert all(peer.join() for peer in running)
+    lines = [e.text for peer in running for e in peer.events if e.text.startswith("parameters: ")]
+    assert len(lines) == 3
+    assert {line.split(", ")[-1].split(" of ")[0] for line in (_first(x) for x in lines)} == set(
+        STAGES
+    )
+
+
+def _first(line):
+    return line.split(";")[0]
+
+
+def test_a_loop_of_its_own_cannot_join_a_pipeline(organise, kit, join):
+    organiser = organise(staged(kit))
+    with pytest.raises(WrongRole, match="join with `atoll peer`"):
+        join(organiser.invite)

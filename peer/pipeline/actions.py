@@ -94,6 +94,8 @@ class RunJob:
     """The input, as it was received; empty at the first stage, which has the tokens."""
     gradient: bytes = b""
     """Of the output, in "backward"."""
+    loss: float | None = None
+    """Of the microbatch, in "backward": nats a token."""
     holds: bool = False
     """Keep the weights' gradients apart until `SettleHeld`."""
 

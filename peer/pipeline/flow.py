@@ -87,7 +87,7 @@ class Flow:
         if one.arriving_from != peer:
             return
         one.arriving_from = ""
-        if one.phase.waits_for_return and one.due_s == inf:  # it fell due meanwhile
+        if one.phase is Phase.ROUTING:
             self.route(one, now_s)
 
     def known(self, peer: str, header: PassHeader, now_s: float) -> None:
@@ -117,8 +117,8 @@ class Flow:
 
     def route(self, one: Pass, now_s: float) -> None:
         """Hand an output over, or let it wait for a free peer; omit it if no peer takes it."""
-        if one.arriving_from:
-            one.phase, one.due_s = Phase.ROUTING, inf  # its return comes from an earlier peer
+        if one.arriving_from:  # its return comes from an earlier peer
+            one.phase, one.due_s = Phase.ROUTING, one.arriving_until_s
         elif self.router.is_hopeless(one):
             self.omit(one, "no-peer")
         elif (send := self.router.hand_over(one, now_s)) is not None:
@@ -250,9 +250,16 @@ class Flow:
             self.lose_input(one, now_s)
         elif one.phase is Phase.HELD:
             self._settle(one, counts=False)
-        elif one.arriving_from:
-            one.due_s = inf
+        elif one.arriving_from and now_s < one.arriving_until_s:
+            one.due_s = one.arriving_until_s
         else:
-            if one.phase is Phase.AWAITED:
-                self.router.was_silent(one, now_s)
-            self.route(one, now_s)
+            self._replace(one, now_s)
+
+    def _replace(self, one: Pass, now_s: float) -> None:
+        """Hand an output over again, since its peer or the return of an earlier one is too slow."""
+        if one.arriving_from:
+            self.router.stalled(one, one.arriving_from, now_s)
+            one.arriving_from = ""
+        elif one.phase is Phase.AWAITED:
+            self.router.was_silent(one, now_s)
+        self.route(one, now_s)

@@ -30,7 +30,7 @@ deadline still counts.
 from __future__ import annotations
 
 import random
-from math import inf
+from math import inf, isfinite
 
 from atoll.peer.pipeline.actions import (
     Action,
@@ -211,6 +211,7 @@ class Hop:
         self, key: PassKey, gradient: Payload, now_s: float, *, loss: float | None = None
     ) -> list[Action]:
         """Take the gradient of an input; at the last stage also the loss, in nats a token."""
+        _check_loss(loss)
         one = self._books.open(key)
         if one is not None and self._books.adds_gradients(one):
             one.loss = one.loss if loss is None else loss
@@ -226,6 +227,7 @@ class Hop:
 
     def evaluated(self, key: PassKey, loss: float, now_s: float) -> list[Action]:
         """Take the loss of an evaluation, from the last stage, in nats a token."""
+        _check_loss(loss)
         one = self._books.ended_job(key)
         if one is not None:
             one.loss = loss
@@ -359,6 +361,7 @@ class Hop:
                 tokens=one.received.tokens,
                 frame=one.received.frame,
                 gradient=one.gradient,
+                loss=one.loss,
                 holds=self._holds and kind in ("loss", "backward"),
             )
         )
@@ -400,3 +403,8 @@ class Hop:
         if len(books):
             return "returns" if books.steps.has_room else "step"
         return "drain" if books.is_draining else "input"
+
+
+def _check_loss(loss: float | None) -> None:
+    if loss is not None and not isfinite(loss):
+        raise ValueError(f"expected a finite loss, got {loss}; report the job as failed")

@@ -34,6 +34,7 @@ class Intake:
     def __init__(self, *, stage: int, rules: HopRules, books: Books, rng: random.Random) -> None:
         """Take the stage that this peer serves, and its books."""
         self._stage, self._rules, self._books, self._rng = stage, rules, books, rng
+        self._arrival_s = ARRIVAL_SHARE * rules.lifetime_s
         self._broken: dict[str, Backoff] = {}
 
     def answer(self, peer: str, header: PassHeader, now_s: float) -> PassAnswer:
@@ -42,7 +43,7 @@ class Intake:
         if refusal is not None:
             return refused(refusal)
         if header.is_return:
-            return self._answer_return(peer, header)
+            return self._answer_return(peer, header, now_s)
         return self._answer_outward(peer, header, now_s)
 
     def arrived(self, peer: str) -> None:
@@ -96,14 +97,14 @@ class Intake:
             key=header.key,
             deadline_s=now_s + min(header.remaining_ms / 1000, self._rules.lifetime_s),
             phase=Phase.ARRIVING,
-            due_s=now_s + ARRIVAL_SHARE * self._rules.lifetime_s,
+            due_s=now_s + self._arrival_s,
             sequences=header.sequences,
             rows=header.rows,
             requesters=[peer],
         )
         return ACCEPTED if self._books.enter(one, sender=peer) else busy(MAX_BUSY_S)
 
-    def _answer_return(self, peer: str, header: PassHeader) -> PassAnswer:
+    def _answer_return(self, peer: str, header: PassHeader, now_s: float) -> PassAnswer:
         one = self._books.known(header.key)
         if one is None or not one.may_return(peer):
             return refused("not-asked")
@@ -118,4 +119,5 @@ class Intake:
         if one.arriving_from:
             return busy(JOB_S)
         one.arriving_from = peer
+        one.arriving_until_s = now_s + self._arrival_s
         return ACCEPTED

@@ -140,6 +140,9 @@ class FrameShape:
     max_rows: int
     """Tokens of the largest microbatch."""
 
+    max_length: int
+    """Tokens of the longest sequence that the model takes."""
+
     width: int
     """Numbers of a token."""
 
@@ -328,6 +331,11 @@ def check_header(header: PassHeader, shape: FrameShape) -> None:
     if header.rows % header.sequences:
         raise MalformedRecord(
             f"expected rows in sequences of one length, got {header.rows} in {header.sequences}"
+        )
+    if header.rows // header.sequences > shape.max_length:
+        raise MalformedRecord(
+            f"expected sequences of at most {shape.max_length} tokens, "
+            f"got {header.rows // header.sequences}"
         )
     if header.width != shape.width:
         raise MalformedRecord(f"expected a width of {shape.width}, got {header.width}")

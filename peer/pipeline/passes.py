@@ -112,6 +112,8 @@ class Pass:
     """peers of the next stage that refused it or gave it up"""
     arriving_from: str = ""
     """the peer whose return is being received"""
+    arriving_until_s: float = inf
+    """when that takes too long"""
     returned_by: str = ""
     path: tuple[str, ...] = ()
     """of the return"""

@@ -120,8 +120,16 @@ class Router:
 
     def gave_up(self, one: Pass, peer: str, now_s: float) -> bool:
         """Note that a peer gave an output up; return whether it was the one that had it last."""
-        one.asked_at_s.pop(peer, None)
         one.excluded.add(peer)
+        return self.stalled(one, peer, now_s)
+
+    def stalled(self, one: Pass, peer: str, now_s: float) -> bool:
+        """Note that a peer did not complete a return; it may begin one again if it is asked again.
+
+        Returns:
+            Whether it was the one that had the output last.
+        """
+        one.asked_at_s.pop(peer, None)
         if one.send is None or one.send.peer != peer:
             return False
         if one.reservation is not None:

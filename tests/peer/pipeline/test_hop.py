@@ -339,6 +339,19 @@ def test_a_peer_that_gives_a_pass_up_is_not_asked_again():
     assert note.note == omit("no-peer") and note.peer == "a0"
 
 
+def test_a_peer_that_gave_a_pass_up_is_asked_again_after_a_restart():
+    machine, first = handed_over(next_peers=("c0", "c1"))
+    second = the(SendPass, machine.noted(first.peer, omit(), 0.5))
+    assert machine.answered(second, busy(5.0), 0.6) == []
+    again = machine.appeared(first.peer, incarnation="i1", rows_per_s=None, now_s=0.7)
+    assert the(SendPass, again).peer == first.peer
+
+
+def test_a_gradient_that_no_job_computes_is_ignored():
+    machine, _ = handed_over()
+    assert machine.gradient_ready(pass_key(), GRADIENT, 0.5, loss=1.0) == []
+
+
 def test_word_that_a_pass_is_given_up_counts_from_its_peer_alone():
     machine, _ = handed_over(next_peers=("c0",))
     assert machine.noted("x0", omit(), 0.5) == []

@@ -3,7 +3,7 @@
 import pytest
 
 from atoll.peer.pipeline.actions import AnswerPass, RunJob, SendPass
-from atoll.peer.pipeline.messages import ACCEPTED, MAX_RETRY_MS, refused
+from atoll.peer.pipeline.messages import ACCEPTED, KNOWN, MAX_RETRY_MS, refused
 from support.pipelines import GRADIENT, OUTPUT, ROWS, header, hop, of, pass_key, the
 
 
@@ -103,6 +103,17 @@ def test_a_return_that_is_begun_and_not_completed_is_cut_off():
     machine.tick(15.1)
     assert answer(machine, asked[0], back(asked[0]), 15.2) == refused("not-asked")
     assert answer(machine, other, back(other), 15.2) == ACCEPTED
+
+
+def test_the_only_peer_is_asked_again_for_a_return_that_stalled():
+    machine = awaited(next_peers=("c0",), lifetime_s=20.0)
+    assert answer(machine, "c0", back(), 6.0) == ACCEPTED
+    machine.tick(10.2)  # its patience is over, but the return is arriving
+    again = the(SendPass, machine.tick(11.1))
+    assert again.peer == "c0"
+    machine.answered(again, KNOWN, 11.2)
+    assert answer(machine, "c0", back(), 11.3) == ACCEPTED
+    assert the(RunJob, machine.received("c0", back(), GRADIENT, 11.4)).kind == "backward"
 
 
 def test_a_return_may_overtake_the_answer():

@@ -198,3 +198,11 @@ def test_a_connection_that_broke_bans_for_less_than_no_connection():
     lost.was_lost(lost.reserve(rows=ROWS, now_s=0), 0)
     dead.was_unreachable(dead.reserve(rows=ROWS, now_s=0), 0)
     assert lost.next_free_s(0) <= 1.5 < 2 <= dead.next_free_s(0)
+
+
+def test_a_receipt_corrects_what_was_charged():
+    wired = wiring("b0", "b1")
+    first = {each.peer: each for each in (wired.reserve(rows=ROWS, now_s=0) for _ in range(2))}
+    wired.receipt(first["b0"], 10.0)
+    wired.receipt(first["b1"], 0.5)
+    assert [wired.reserve(rows=ROWS, now_s=10).peer for _ in range(10)] == ["b1"] * 10

@@ -32,6 +32,7 @@ from atoll.coordinator.policies import (
     common_position,
     electable,
     electors_after_stall,
+    have_lost_quorum,
 )
 from atoll.coordinator.presence import MAX_PEERS, KnownPeer
 from atoll.coordinator.rounds import contributors
@@ -165,10 +166,15 @@ class Epochs:
             self._replica.trust,
         ):
             await self.open(alive, now_s, Cause.ELECTORS_LEFT)
-        elif self._progress.is_stalled(now_s, round_s) and not self._is_lone(alive):
+        elif self._is_stalled(alive, now_s, round_s) and not self._is_lone(alive):
             await self._open_if_whole(alive, now_s)
         elif self._min_keepers:
             await self._change_keepers(alive, now_s)
+
+    def _is_stalled(self, alive: Sequence[KnownPeer], now_s: float, round_s: float) -> bool:
+        """Return whether the run stands still; if it cannot move, without waiting for a round."""
+        is_stuck = not self._min_keepers and have_lost_quorum(self._replica.electorate, alive)
+        return self._progress.is_stalled(now_s, 0.0 if is_stuck else round_s)
 
     def _is_lone(self, alive: Sequence[KnownPeer]) -> bool:
         """Return whether a single trainer is online in a run that asks for more.

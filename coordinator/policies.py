@@ -114,6 +114,21 @@ def can_decide(
     return not electorate or is_quorum(voters, len(electorate), trust)
 
 
+def have_lost_quorum(electorate: Sequence[Elector], alive: Iterable[KnownPeer]) -> bool:
+    """Return whether so many electors have restarted that the others are no quorum.
+
+    A restarted trainer votes no longer, so nothing that is not decided yet can be. An elector that
+    is silent may still vote somewhere else, and counts as there.
+    """
+    now = {member.status.peer_id: member.status.incarnation for member in alive}
+    left = [
+        index
+        for index, elector in enumerate(electorate)
+        if now.get(elector.peer_id, elector.incarnation) == elector.incarnation
+    ]
+    return bool(electorate) and not is_quorum(left, len(electorate))
+
+
 @dataclass
 class StallClock:
     """Measures how long a run makes no progress."""

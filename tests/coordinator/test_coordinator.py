@@ -106,6 +106,40 @@ def test_each_epoch_of_a_stalled_run_begins_with_another_leader(kit: Any, tmp_pa
     kit.run(main())
 
 
+@pytest.mark.parametrize(("restarted", "waits_s"), [(2, STALL_S), (1, 3 * 300.0)])
+def test_a_lost_quorum_waits_for_no_window(
+    kit: Any, tmp_path: Path, restarted: int, waits_s: float
+) -> None:
+    """Windows last 300 s; two restarts of three electors leave nobody who could decide."""
+
+    async def main() -> None:
+        async with kit.net(tmp_path / "run") as net:
+            clock, coordinator = Clock(), net.up.coordinator
+            coordinator._steady = clock
+            clients = await net.started()
+            entry, body = net.swarm.entry(net.run_id, coordinator.log.head())
+            await net.publish(clients[0], entry, body)
+            tokens = coordinator.spec.step_tokens * coordinator.spec.outer.inner_steps
+            began_s = clock.now_s
+            while coordinator.log.head().epoch == 0:
+                clock.now_s += 1.0
+                for index, client in enumerate(clients):
+                    status = net.swarm.status(
+                        index,
+                        state="syncing",
+                        position=1,
+                        incarnation="2" if index < restarted else "1",
+                        tokens_per_s=tokens / 300.0,
+                    )
+                    await client.heartbeat(status)
+                await coordinator.tick()
+            assert clock.now_s - began_s == pytest.approx(waits_s, abs=3)
+            electors = coordinator.log.replica.electorate
+            assert {e.incarnation for e in electors} <= {"1", "2"}
+
+    kit.run(main())
+
+
 @pytest.mark.parametrize("retired", [True, False])
 def test_electors_that_leave_without_a_quorum_bring_a_new_epoch(
     kit: Any, tmp_path: Path, retired: bool

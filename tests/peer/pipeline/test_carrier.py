@@ -1,0 +1,247 @@
+"""Hops of two stages over a network in memory, with a trainer that computes nothing."""
+
+import asyncio
+import random
+from collections import Counter
+
+import pytest
+
+from atoll.dht.refusals import RefusalCode
+from atoll.dht.roster import PeerRecord
+from atoll.dht.tasks import KeptTasks
+from atoll.dht.testing.memory import MemoryNetwork
+from atoll.dht.testing.virtualtime import inline, run_virtual
+from atoll.dht.transport import Refused
+from atoll.peer.pipeline.actions import RunJob, TakeStep
+from atoll.peer.pipeline.carrier import NOTE, PASS, Carrier, Ended, Workbench
+from atoll.peer.pipeline.hop import Hop
+from atoll.peer.pipeline.messages import PIPELINE_PROTOCOL, FrameShape, PassHeader, Payload
+from atoll.peer.pipeline.passes import HopRules
+
+WIDTH, LENGTH = 16, 8
+INCARNATION = "1" * 32
+
+
+def shape_of(width=WIDTH):
+    return FrameShape(
+        max_rows=LENGTH,
+        max_length=LENGTH,
+        width=width,
+        vocab_size=256,
+        forward_codec="int8",
+        backward_codec="int8",
+        forward_bytes=lambda rows, width: rows * width,
+        backward_bytes=lambda rows, width: rows * width,
+    )
+
+
+class Member:
+    """A peer with a hop, and a trainer that answers each job at once with bytes of its own."""
+
+    def __init__(self, network, tasks, name, stage, shape):
+        self.name, self.stage, self.shape = name, stage, shape
+        self.jobs, self.ends, self.steps = Counter(), [], []
+        self.bench = Workbench()
+        rules = HopRules(stages=2, shape=shape, lifetime_s=20.0, step_microbatches=2)
+        self.hop = Hop(
+            me=name, incarnation=INCARNATION, stage=stage, rules=rules, rng=random.Random(name)
+        )
+        self.carrier = Carrier(
+            self.hop,
+            network.transport(name),
+            shape,
+            bench=self.bench,
+            tasks=tasks,
+            compute=inline,
+            ended=Ended(on_ended=self.ends.append),
+        )
+        self.began = 0
+        self.most = 4
+        """Microbatches to begin."""
+        tasks.keep(self.carrier.keep)
+        tasks.keep(self.train)
+        self.bench.report("resume")
+
+    async def train(self):
+
+        while True:
+            job = self.bench.take(0)
+            if job is None:
+                await asyncio.sleep(0.01)
+            elif isinstance(job, TakeStep):
+                self.steps.append(job.microbatches)
+                self.bench.report("stepped")
+            else:
+                self.do(job)
+
+    def do(self, job: RunJob):
+        self.jobs[job.kind] += 1
+        number = job.key.microbatch.sequence
+        frame = bytes([number]) * (LENGTH * self.shape.width)
+        if job.kind == "begin":
+            self.began += 1
+            tokens = bytes(4 * (LENGTH + 1))
+            output = Payload.of(tokens, frame)
+            self.bench.report("began", job.key, sequences=1, rows=LENGTH, output=output)
+            if self.began == self.most:
+                self.bench.report("drain")
+        elif job.kind == "loss":
+            assert job.frame == frame  # whole, and of this microbatch
+            self.bench.report(
+                "gradient_ready", job.key, Payload.of(b"", frame[::-1]), loss=float(number)
+            )
+            self.bench.report("finished", job.key)
+        elif job.kind == "backward":
+            assert job.gradient == frame[::-1] and job.loss == number
+            self.bench.report("finished", job.key)
+
+
+def record(member):
+    return PeerRecord(
+        peer_id=member.name,
+        addresses=(),
+        incarnation=INCARNATION,
+        role="trainer",
+        epoch=0,
+        position=0,
+        tokens_per_s=0.0,
+        uplink_mbit_s=0.0,
+        downlink_mbit_s=0.0,
+        ready_in_s=0.0,
+        protocol=1,
+        module="stage-2",
+    )
+
+
+def with_members(use, *names, width=WIDTH):
+    async def main():
+        network = MemoryNetwork()
+        async with KeptTasks(lambda text: None) as tasks:
+            first = Member(network, tasks, "first", 0, shape_of(width))
+            others = [Member(network, tasks, name, 1, shape_of(width)) for name in names]
+            await use(network, first, *others)
+
+    run_virtual(main())
+
+
+async def until(condition, limit_s=60):
+
+    async with asyncio.timeout(limit_s):
+        while not condition():
+            await asyncio.sleep(0.05)
+
+
+def test_microbatches_go_there_and_back():
+    async def use(network, first, last):
+        first.carrier.look([record(last)])
+        await until(lambda: len(first.ends) == 4)
+        assert [end.loss for end in first.ends] == [0.0, 1.0, 2.0, 3.0]
+        assert first.steps == last.steps == [2, 2]
+        assert first.jobs == {"begin": 4, "backward": 4} and last.jobs == {"loss": 4}
+
+    with_members(use, "last")
+
+
+def test_a_frame_of_several_messages_arrives_whole():
+    async def use(network, first, last):
+        first.most = last.most = 2
+        first.carrier.look([record(last)])
+        await until(lambda: len(first.ends) == 2)
+        assert [end.omission for end in first.ends] == [None, None]
+
+    with_members(use, "last", width=300_000)  # 2.4 MB
+
+
+def test_a_peer_that_dies_is_replaced():
+    async def use(network, first, one, other):
+        first.most = one.most = other.most = 8
+        first.carrier.look([record(one), record(other)])
+        await until(lambda: len(first.ends) >= 2)
+        network.kill("one")
+        await until(lambda: len(first.ends) == 8)
+        assert all(end.omission is None for end in first.ends)
+        assert other.jobs["loss"] >= 3
+
+    with_members(use, "one", "other")
+
+
+def test_without_a_next_stage_nothing_is_lost_before_its_time():
+    async def use(network, first, last):
+        await until(lambda: first.began == 2)
+        assert first.ends == []
+        first.carrier.look([record(last)])
+        await until(lambda: len(first.ends) == 4)
+        assert all(end.omission is None for end in first.ends)
+
+    with_members(use, "last")
+
+
+def header(**changes):
+    payload = Payload.of(bytes(4 * (LENGTH + 1)), bytes(LENGTH * WIDTH))
+    values = {
+        "protocol": PIPELINE_PROTOCOL,
+        "direction": "forward",
+        "stage": 1,
+        "origin": "stranger",
+        "incarnation": INCARNATION,
+        "sequence": 0,
+        "nonce": b"n" * 8,
+        "remaining_ms": 5000,
+        "sequences": 1,
+        "rows": LENGTH,
+        "width": WIDTH,
+        "codec": "int8",
+        "digest": payload.digest,
+        "path": (),
+        "loss": None,
+    }
+    return PassHeader(**{**values, **changes}), payload
+
+
+@pytest.mark.parametrize("message", [b"", b"rubbish", b"\xff" * 2000])
+def test_bytes_that_are_no_header_are_refused(message):
+    async def use(network, first, last):
+        stranger = network.transport("stranger")
+        async with await stranger.open("last", PASS, timeout_s=1) as stream:
+            await stream.send(message, timeout_s=1)
+            with pytest.raises(Refused) as refused:
+                await stream.recv(timeout_s=5)
+        assert refused.value.code == RefusalCode.BAD_MESSAGE
+        with pytest.raises(Refused):
+            await stranger.call("last", NOTE, message, timeout_s=1)
+        assert last.hop.statistics().remembered == 0
+
+    with_members(use, "last")
+
+
+@pytest.mark.parametrize("damage", ["longer", "shorter", "other"])
+def test_a_payload_that_does_not_fit_its_header_is_refused(damage):
+    async def use(network, first, last):
+        stranger = network.transport("stranger")
+        announced, payload = header()
+        data = payload.tokens + payload.frame
+        sent = {"longer": data + b"x", "shorter": data[:-1], "other": data[:-1] + b"x"}[damage]
+        async with await stranger.open("last", PASS, timeout_s=1) as stream:
+            await stream.send(announced.encode(), timeout_s=1)
+            assert b"accepted" in await stream.recv(timeout_s=5)
+            with pytest.raises(Refused):
+                await stream.send(sent, timeout_s=1)
+                await stream.end(timeout_s=1)
+                await stream.recv(timeout_s=30)
+        assert last.jobs == {}
+        assert last.hop.statistics().in_flight == 0
+
+    with_members(use, "last")
+
+
+def test_an_announced_length_beyond_the_runs_is_refused_before_a_byte_is_read():
+    async def use(network, first, last):
+        stranger = network.transport("stranger")
+        announced, _ = header(rows=2**30, sequences=2**27)
+        async with await stranger.open("last", PASS, timeout_s=1) as stream:
+            await stream.send(announced.encode(), timeout_s=1)
+            answer = await stream.recv(timeout_s=5)
+        assert b"refused" in answer and b"shape" in answer
+        assert last.hop.statistics().held_bytes == 0
+
+    with_members(use, "last")

@@ -108,6 +108,13 @@ SETTINGS = {
     "large": Setting(
         costs=THREE_STAGES, state_bytes=STATE_BYTES, churn=Churn(peers=240), has_target=True
     ),
+    # No newcomers: peers go until some 20 are left.
+    "ebbing": Setting(
+        costs=THREE_STAGES,
+        state_bytes=STATE_BYTES,
+        churn=Churn(peers=240, lifetime_h=24.0, replaced=0.0),
+        has_target=True,
+    ),
     # Without a target: not even instant and free moves, one after another, reach 97%.
     "small": Setting(
         costs=FOUR_STAGES, state_bytes=STATE_BYTES, churn=Churn(peers=24), has_target=False
@@ -296,6 +303,7 @@ def tasks_of(options: argparse.Namespace) -> list[Task]:
         for name, setting in SETTINGS.items()
         if options.setting in (None, name)
         for policy in POLICIES
+        if setting.churn.replaced or not policy.endswith("newcomers anywhere")
         for seed in range(options.seeds)
     ]
 

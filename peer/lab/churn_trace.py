@@ -98,6 +98,8 @@ class Churn:
     lifetime_h: float = 6.0
     """Mean life of a peer that no burst ends."""
     zones: int = 4
+    replaced: float = 1.0
+    """Joins, as a share of those that keep the number of peers."""
     bursts_per_h: float = 0.25
     """Preemptions of many peers of one zone at the same moment."""
     burst_share: float = 0.5
@@ -121,10 +123,11 @@ def synthetic(churn: Churn, seed: int) -> tuple[Visit, ...]:
     dies_per_s = (
         1 / churn.lifetime_h + churn.bursts_per_h * churn.burst_share / churn.zones
     ) / 3600
-    most = churn.peers * (1 + churn.swing) * dies_per_s
+    replaced_per_s = churn.replaced * dies_per_s
+    most = churn.peers * (1 + churn.swing) * replaced_per_s
 
     def joins_per_s(at_s: float) -> float:
-        return churn.peers * (1 + churn.swing * math.sin(math.tau * at_s / 86400)) * dies_per_s
+        return churn.peers * (1 + churn.swing * math.sin(math.tau * at_s / 86400)) * replaced_per_s
 
     joins = [0.0] * churn.peers + _arrivals(rng, joins_per_s, most, end_s)
     return tuple(

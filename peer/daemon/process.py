@@ -248,6 +248,7 @@ def _train(options: RunOptions, reducer: RunReducer, narrator: Narrator, stop: S
     state_path = PeerPaths(root=options.peer.state_dir).trainer(peer.module)
     run = {
         "module": peer.module,
+        "draws": peer.module == spec.modules[0],
         "spec": spec.canonical().decode(),
         "peer_id": peer.peer_id,
         "position": peer.position,
@@ -356,7 +357,7 @@ def _trainer_options(
         peer_id=run["peer_id"],
         device=options.device,
         position=run["position"],
-        validate_every=0 if run["module"] else 1,
+        validate_every=1 if run["draws"] else 0,
         validate_share=VALIDATE_SHARE,
         state_path=PeerPaths(root=options.peer.state_dir).trainer(run["module"]),
         save_every_s=SAVE_EVERY_S,

@@ -61,7 +61,8 @@ NOTE_S = 5.0
 TICK_S = 0.05  # passes take tenths of a second and more
 TAKEN = b"\1"  # the receiver has the payload
 
-Job = RunJob | TakeStep | SettleHeld
+Job = RunJob | TakeStep | SettleHeld | MicrobatchEnded
+"""What the trainer gets: computations, and the ends of the evaluations that it asked for."""
 
 
 class Workbench:
@@ -169,6 +170,8 @@ class Carrier:
                 self._tasks.spawn(self._tell, action)
             elif isinstance(action, MicrobatchEnded):
                 self._ended.on_ended(action)
+                if not action.trains:
+                    self._bench.put(action)
             elif isinstance(action, Drained):
                 self._ended.on_drained(action)
             # An `AnswerPass` belongs to the stream whose header was offered.
@@ -188,10 +191,11 @@ class Carrier:
     async def _serve_pass(self, remote: str, stream: Stream) -> None:
         header = await self._header(stream)
         answer = self._offered(remote, header)
-        await stream.send(answer.encode(), timeout_s=ANSWER_S)
         if answer.verdict != "accepted":
+            await stream.send(answer.encode(), timeout_s=ANSWER_S)
             return
         try:
+            await stream.send(answer.encode(), timeout_s=ANSWER_S)
             payload = await self._payload(stream, header)
         except BaseException:
             self.act(self.hop.not_received(remote, header, self._now()))

@@ -15,6 +15,7 @@ import hashlib
 import logging
 import math
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -27,8 +28,8 @@ from atoll.coordinator.run.sections import InnerSection
 from atoll.coordinator.run.spec import RunSpec
 from atoll.optim.inner import build
 from atoll.optim.methods.base import InnerName
-from atoll.peer.pipeline.actions import RunJob, SettleHeld, TakeStep
-from atoll.peer.pipeline.carrier import Workbench
+from atoll.peer.pipeline.actions import MicrobatchEnded, RunJob, SettleHeld, TakeStep
+from atoll.peer.pipeline.carrier import Job, Workbench
 from atoll.peer.pipeline.messages import PassKey, Payload, encode_tokens
 from atoll.peer.training.devices import Device
 from atoll.peer.training.fit import Fit
@@ -116,6 +117,8 @@ class StageLearner:
         self._held: dict[PassKey, tuple[WeightGradients, float]] = {}
         self._loss_sum, self._losses = 0.0, 0
         self._is_open = False
+        self._later: deque[Job] = deque()
+        """jobs that came after a step, while it could not be taken"""
         self.waited_s = 0.0
         """Seconds without a job."""
         self._owes_step = False
@@ -133,12 +136,10 @@ class StageLearner:
         rate = self._inner.rate.at(step, self._total_steps)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        if not self._is_open:
-            self._is_open = True
-            self._bench.report("resume")
+        self._open()
         self._end_step()
         while not self._is_stopped():
-            job = self._next()
+            job = self._later.popleft() if self._later else self._next()
             if isinstance(job, TakeStep):
                 self._owes_step = True
                 if self.compute.microbatches:
@@ -147,6 +148,38 @@ class StageLearner:
             elif job is not None:
                 self._do(job)
         raise StoppedInStep
+
+    def evaluate(self, microbatches: int) -> float:
+        """Send held-out microbatches through the pipeline, from its first stage.
+
+        The loss is that of the parameters which the stages have at that moment. Training goes on
+        meanwhile, but for this stage's steps.
+
+        Returns:
+            The mean loss in nats a token; NaN if none came back.
+
+        Raises:
+            StoppedInStep: the trainer is stopped.
+        """
+        self._open()
+        self._end_step()
+        self._bench.report("evaluate", microbatches)
+        losses, left, is_due = list[float](), microbatches, False
+        while left and not self._is_stopped():
+            job = self._next()
+            if isinstance(job, MicrobatchEnded):
+                left -= 1
+                losses += [] if job.loss is None else [job.loss]
+            elif isinstance(job, TakeStep):
+                is_due = True
+                self._later.append(job)
+            elif job is not None and is_due and _trains(job):
+                self._later.append(job)
+            elif job is not None:
+                self._do(job)
+        if left:
+            raise StoppedInStep
+        return sum(losses) / len(losses) if losses else math.nan
 
     def serve(self) -> None:
         """Compute one job without training: the run's other stages are not done yet."""
@@ -170,7 +203,13 @@ class StageLearner:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over what `state_dict` gave."""
 
-    def _next(self) -> RunJob | TakeStep | SettleHeld | None:
+    def _open(self) -> None:
+        """Let passes in, once the trainer is there."""
+        if not self._is_open:
+            self._is_open = True
+            self._bench.report("resume")
+
+    def _next(self) -> Job | None:
         began_s = time.perf_counter()
         job = self._bench.take(POLL_S)
         self.waited_s += time.perf_counter() - began_s
@@ -188,11 +227,13 @@ class StageLearner:
         self._loss_sum, self._losses = 0.0, 0
         return Gradient(loss=loss, norm=found.norm, tokens=tokens)
 
-    def _do(self, job: RunJob | SettleHeld) -> None:
+    def _do(self, job: RunJob | SettleHeld | MicrobatchEnded) -> None:
         """Carry out one job; an error of the computation ends the job alone."""
         if isinstance(job, SettleHeld):
             self._settle(job)
             return
+        if isinstance(job, MicrobatchEnded):
+            return  # of an evaluation that was given up
         try:
             self._run(job)
         except (RuntimeError, ValueError) as error:
@@ -291,6 +332,11 @@ class StageLearner:
     def _decoded(self, codec: ActivationCodec, frame: bytes, shape: tuple[int, ...]) -> Tensor:
         batch, length, width = shape
         return codec.decode(frame, batch * length, width).view(shape)
+
+
+def _trains(job: RunJob | SettleHeld) -> bool:
+    """Return whether a job belongs to training, so that it waits for a step that is due."""
+    return job.key.trains
 
 
 def _tokens(job: RunJob) -> Tensor:

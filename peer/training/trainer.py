@@ -440,6 +440,9 @@ class Trainer:
     ) -> float:
         """Return the loss on held-out text in nats per token.
 
+        The first stage of a pipeline sends the text through all of them, whose present parameters
+        it measures.
+
         Args:
             params_N: parameters to evaluate; the synced ones by default, and with several ranks.
             batches: number of batches; the text is the same at every call.
@@ -448,7 +451,9 @@ class Trainer:
         Raises:
             DataError: a streamed data set has too little validation text.
         """
-        assert self.corpus is not None  # a stage is evaluated through the pipeline
+        if isinstance(self.learner, StageLearner):
+            return self.learner.evaluate(batches)
+        assert self.corpus is not None  # a whole model needs text
         if self._ranks.size > 1:
             texts = validation(self.spec, self.corpus, batches)
             return held_out_loss(self.worker, self.device, texts, self._ranks, between=between)
@@ -674,7 +679,9 @@ class Trainer:
         if not every or self._progress.position == before:
             return
         due = self._progress.position // every > before // every
-        if self.finished or (due and self._may_validate()):
+        # The other stages of a pipeline leave once all rounds are there.
+        is_last = self.finished and self.options.stage is None
+        if is_last or (due and not self.finished and self._may_validate()):
             self._publish(phase=TrainerPhase.VALIDATING)
             began_s = self.options.clock()
             try:

@@ -1,0 +1,264 @@
+"""Stages that train over a network in memory, against the model in one piece."""
+
+import asyncio
+import random
+import threading
+
+import pytest
+import torch
+
+from atoll.coordinator.run.spec import RunSpec
+from atoll.dht.roster import PeerRecord
+from atoll.dht.tasks import KeptTasks
+from atoll.dht.testing.memory import MemoryNetwork
+from atoll.optim.inner import build
+from atoll.peer.daemon.pipeline_run import frame_shape, hop_rules
+from atoll.peer.pipeline.carrier import Carrier, Workbench
+from atoll.peer.pipeline.hop import Hop
+from atoll.peer.training import models
+from atoll.peer.training.devices import Device
+from atoll.peer.training.opening import build_stage, slices_of, stage_slices
+from atoll.peer.training.permission import Allowed
+from atoll.peer.training.stage_learner import StageLearner, StoppedInStep, codecs_of
+
+VOCAB = 64
+STEPS = 12
+
+
+def spec_of(stages=3, accumulation=2, clip_norm=0.0, **topology):
+    return RunSpec.from_dict(
+        {
+            "model": {
+                "overrides": {
+                    "dim": 16,
+                    "num_layers": 3,
+                    "num_heads": 2,
+                    "ffn_dim": 32,
+                    "vocab_size": VOCAB,
+                }
+            },
+            "data": {"seq_len": 12},
+            "inner": {
+                "batch_size": 2,
+                "grad_accumulation": accumulation,
+                "warmup_steps": 2,
+                "lr": 1e-2,
+                "clip_norm": clip_norm,
+            },
+            "topology": {"stages": stages, "activations": "fp32", "gradients": "fp32"} | topology,
+        }
+    )
+
+
+def batches(spec, seed=5):
+    """Endless microbatches, the same at each call."""
+    generator = torch.Generator().manual_seed(seed)
+    while True:
+        shape = (spec.inner.batch_size, spec.data.seq_len + 1)
+        yield torch.randint(VOCAB, shape, generator=generator)
+
+
+def in_one_piece(spec, steps):
+    """The losses of the unsplit model, and its parameters at the end."""
+    known = slices_of(spec, VOCAB, Allowed())
+    model = known.build(range(len(known)), seed=spec.run.seed)
+    inner = spec.inner
+    optimizer = build(
+        "adamw",
+        model,
+        lr=inner.lr,
+        betas=(inner.beta1, inner.beta2),
+        weight_decay=inner.weight_decay,
+        fused=True,
+    )
+    drawn, losses = batches(spec), []
+    for step in range(steps):
+        for group in optimizer.param_groups:
+            group["lr"] = inner.rate.at(step, 0)
+        optimizer.zero_grad()
+        total = 0.0
+        for _ in range(inner.grad_accumulation):
+            batch = next(drawn)
+            loss = models.loss_of(model, batch[:, :-1], batch[:, 1:]) / inner.grad_accumulation
+            loss.backward()
+            total += float(loss.detach())
+        optimizer.step()
+        losses.append(total)
+    return losses, dict(model.named_parameters())
+
+
+class Trainer(threading.Thread):
+    """One stage's trainer: inner steps alone, without outer rounds."""
+
+    def __init__(self, spec, module, bench, steps):
+        super().__init__(daemon=True)
+        self.stopping = threading.Event()
+        self.losses, self.steps = [], steps
+        self.drawn, self.held_out = batches(spec), batches(spec, seed=6)
+        self.before = None
+        model = build_stage(spec, module, VOCAB, Allowed())
+        self.learner = StageLearner(
+            model,
+            spec.inner,
+            Device.choose("cpu", spec.inner.precision),
+            bench,
+            codecs_of(spec),
+            draw=lambda trains: next(self.drawn if trains else self.held_out),
+            total_steps=0,
+            is_stopped=self.stopping.is_set,
+        )
+
+    def run(self):
+        torch.set_num_threads(1)
+        if self.before is not None and self.learner.model.is_first:
+            self.before(self)
+        for step in range(self.steps):
+            try:
+                gradient = self.learner.gradient(step=step)
+            except StoppedInStep:
+                return
+            self.losses.append(gradient.loss)
+            self.learner.optimizer.step()
+            self.learner.clear()
+        while not self.stopping.is_set():
+            self.learner.serve()
+
+
+def record(peer, module):
+    return PeerRecord(
+        peer_id=peer,
+        addresses=(),
+        incarnation="1" * 32,
+        role="trainer",
+        epoch=0,
+        position=0,
+        tokens_per_s=0.0,
+        uplink_mbit_s=0.0,
+        downlink_mbit_s=0.0,
+        ready_in_s=0.0,
+        protocol=1,
+        module=module,
+    )
+
+
+def trained(spec, steps=STEPS, before=None):
+    """Train all stages, a peer each; return their trainers and hops.
+
+    `before` is called in the first one's thread, before its first step.
+    """
+
+    async def main():
+        network, benches, hops, carriers = MemoryNetwork(), [], [], []
+        known = slices_of(spec, VOCAB, Allowed())
+        frames = frame_shape(spec, known.shape)
+        async with KeptTasks(lambda text: None) as tasks:
+            for stage, module in enumerate(spec.modules):
+                benches.append(Workbench())
+                hop = Hop(
+                    me=module,
+                    incarnation="1" * 32,
+                    stage=stage,
+                    rules=hop_rules(spec, frames),
+                    rng=random.Random(stage),
+                )
+                hops.append(hop)
+                carriers.append(
+                    Carrier(
+                        hop,
+                        network.transport(module),
+                        frames,
+                        bench=benches[-1],
+                        tasks=tasks,
+                        compute=asyncio.to_thread,
+                    )
+                )
+                tasks.keep(carriers[-1].keep)
+            for carrier, following in zip(carriers, spec.modules[1:], strict=False):
+                carrier.look([record(following, following)])
+            trainers = [
+                Trainer(spec, *each, steps) for each in zip(spec.modules, benches, strict=True)
+            ]
+            for trainer in trainers:
+                trainer.before = before
+                trainer.start()
+            async with asyncio.timeout(60):
+                while min(len(trainer.losses) for trainer in trainers) < steps:
+                    await asyncio.sleep(0.02)
+            for trainer in trainers:
+                trainer.stopping.set()
+            await asyncio.to_thread(lambda: [trainer.join(10) for trainer in trainers])
+        return trainers, hops
+
+    return asyncio.run(main())
+
+
+@pytest.mark.parametrize("stages", [2, 3, 5])
+def test_one_peer_a_stage_trains_as_the_model_in_one_piece(stages):
+    spec = spec_of(stages)
+    expected, whole = in_one_piece(spec, STEPS)
+    trainers, hops = trained(spec)
+    for trainer in trainers:  # every stage knows the loss
+        assert trainer.losses == pytest.approx(expected, rel=1e-6)
+    for trainer in trainers:
+        for name, param in trainer.learner.model.named_parameters():
+            assert torch.allclose(param, whole[name], rtol=1e-5, atol=1e-7), name
+    assert [hop.statistics().omitted for hop in hops] == [{}] * stages
+
+
+def test_gradients_that_were_held_count_once_settled():
+    spec = spec_of(exact=True)
+    expected, _ = in_one_piece(spec, STEPS)
+    trainers, _ = trained(spec)
+    assert trainers[-1].losses == pytest.approx(expected, rel=1e-6)
+
+
+def test_codecs_change_what_is_trained_a_little():
+    exact, coarse = spec_of(), spec_of(activations="int8", gradients="int8")
+    expected, _ = in_one_piece(exact, STEPS)
+    trainers, _ = trained(coarse)
+    found = trainers[-1].losses
+    assert found != pytest.approx(expected, rel=1e-6)
+    assert found == pytest.approx(expected, rel=0.02)
+
+
+def test_a_computation_that_fails_gives_its_microbatch_up_alone(monkeypatch):
+    spec = spec_of()
+    honest, calls = StageLearner._loss, []
+
+    def fails_once(self, job):
+        calls.append(job.key)
+        if len(calls) == 3:
+            raise RuntimeError("out of memory")
+        honest(self, job)
+
+    monkeypatch.setattr(StageLearner, "_loss", fails_once)
+    trainers, hops = trained(spec, steps=4)
+    assert all(len(trainer.losses) == 4 for trainer in trainers)
+    assert hops[-1].statistics().omitted == {"failed": 1}
+
+
+def test_held_out_text_goes_through_all_stages_while_they_train():
+    spec = spec_of(accumulation=8)  # more than what begins before, so that nobody has stepped yet
+    known = slices_of(spec, VOCAB, Allowed())
+    model = known.build(range(len(known)), seed=spec.run.seed)
+    drawn = batches(spec, seed=6)
+    texts = [next(drawn) for _ in range(3)]
+    with torch.no_grad():
+        losses = [float(models.loss_of(model, text[:, :-1], text[:, 1:])) for text in texts]
+    measured = []
+
+    def first_measures(trainer):
+        measured.append(trainer.learner.evaluate(3))
+
+    trainers, hops = trained(spec, steps=4, before=first_measures)
+    # Before any step, so of the first parameters.
+    assert measured == [pytest.approx(sum(losses) / 3, rel=1e-6)]
+    assert hops[0].statistics().evaluated == 3
+    assert all(len(trainer.losses) == 4 for trainer in trainers)
+
+
+def test_the_slices_of_a_stage_are_those_of_its_module():
+    spec = spec_of(2)
+    known = slices_of(spec, VOCAB, Allowed())
+    runs = [stage_slices(spec, known, module) for module in spec.modules]
+    assert [index for run in runs for index in run] == list(range(len(known)))

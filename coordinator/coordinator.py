@@ -18,6 +18,7 @@ from atoll.coordinator.admission_control import AdmissionControl, Refusal, Refus
 from atoll.coordinator.history import EventLog, History
 from atoll.coordinator.invites import InviteDesk, InvitesError
 from atoll.coordinator.kept_log import KeptLog, LogParts, Surroundings
+from atoll.coordinator.module_status import with_peers
 from atoll.coordinator.policies import electable
 from atoll.coordinator.presence import Presence, mean
 from atoll.coordinator.run.keys import RunKeys
@@ -306,14 +307,14 @@ class Coordinator:
             method=self.spec.outer.method,
             inner_steps=log.window(now_s),
             params=sum(each.params for each in self.logs.values()),
-            modules=self._modules(now_s),
+            modules=self._modules(trainers, now_s),
         )
 
-    def _modules(self, now_s: float) -> list[ModuleStatus]:
-        """Return the standing of each log of a pipeline; none of a dense run's only one."""
+    def _modules(self, trainers: Sequence[PeerStatus], now_s: float) -> list[ModuleStatus]:
+        """Return how each module of a pipeline is; none of a dense run's only one."""
         if len(self.logs) == 1:
             return []
-        return [
+        standings = [
             ModuleStatus(
                 name=log.name,
                 state=log.state(now_s),
@@ -324,6 +325,7 @@ class Coordinator:
             )
             for log in self.logs.values()
         ]
+        return with_peers(standings, trainers)
 
     def _state(self, now_s: float) -> RunState:
         """Return the state of the log that is least far."""

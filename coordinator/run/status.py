@@ -56,6 +56,8 @@ Reason = Annotated[str, Field(max_length=200)]
 NAMED_PEERS = 64  # peers that a round names individually; 64 in 512 rounds are about 4 MB
 Reasons = Annotated[dict[Name, Reason], Field(max_length=NAMED_PEERS)]
 PeerBytes = Annotated[dict[Name, Count], Field(max_length=NAMED_PEERS)]
+Reasoned = Annotated[dict[Name, Count], Field(max_length=16)]
+WITHDRAWN = "withdrawn"  # of a microbatch: what a peer that leaves its stage gives up
 
 _CONFIG = ConfigDict(
     strict=True, extra="forbid", allow_inf_nan=False, revalidate_instances="always"
@@ -149,6 +151,44 @@ class RoundReport(StatusRecord):
 
 
 @dataclass(frozen=True, kw_only=True)
+class FlowStatus(StatusRecord):
+    """What has flowed through a peer of a pipeline since its process began, and what is there."""
+
+    __pydantic_config__ = _CONFIG
+
+    counted: Count = 0
+    """Microbatches whose gradients it added up."""
+    in_flight: Count = 0
+    """Microbatches in work here, those included that are further on."""
+    queued: Count = 0
+    """Jobs that wait for its trainer."""
+    omitted: Reasoned = field(default_factory=dict)
+    """Microbatches that it gave up, by reason: late, failed, no-peer, withdrawn."""
+    resends: Count = 0
+    """Outputs that it sent again, to replace a peer that was lost or silent."""
+    busy_answers: Count = 0
+    """Microbatches that it had no room for."""
+    late_returns: Count = 0
+    """Gradients that came after it had given the microbatch up."""
+    double_counts: Count = 0
+    """Microbatches of its own that counted at two peers of one stage."""
+    held_bytes: Count = 0
+    waited_s: Seconds = field(default_factory=dict)
+    """Its trainer's time without a job, by what it waited for: input, route, returns, step,
+    drain."""
+
+    @property
+    def num_omitted(self) -> int:
+        """Microbatches that it gave up, but for those that it left behind when it ended."""
+        return sum(n for reason, n in self.omitted.items() if reason != WITHDRAWN)
+
+    @property
+    def waits_for(self) -> str:
+        """What its trainer has waited for most; empty if it did not wait."""
+        return max(self.waited_s, key=self.waited_s.__getitem__, default="")
+
+
+@dataclass(frozen=True, kw_only=True)
 class PeerStatus(StatusRecord):
     """One peer's state, as reported by its last heartbeat."""
 
@@ -219,6 +259,8 @@ class PeerStatus(StatusRecord):
     """Tokens of the work that they took."""
     outcome: Outcome | None = None
     """The outcome of its work in the last of them."""
+    flow: FlowStatus | None = None
+    """In a pipeline; None before its trainer is there, and in a dense run."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -284,6 +326,22 @@ class ModuleStatus(StatusRecord):
     chain: Hex = ""
     params: Count = 0
     """Trainable parameters."""
+    peers: Count = 0
+    """Trainers online."""
+    tokens_per_s: Amount = 0.0
+    """Of these together."""
+    utilisation: Fraction = 0.0
+    """Mean fraction of the time that they compute."""
+    in_flight: Count = 0
+    """Microbatches in work at them, those included that are further on."""
+    queued: Count = 0
+    """Jobs that wait for their trainers."""
+    omitted: Count = 0
+    """Microbatches that they gave up, but for those of peers that left."""
+    waits_for: Name = ""
+    """What their trainers have waited for most, as in `FlowStatus`; empty if they did not."""
+    binds: bool = False
+    """True if the other stages wait for this one (`coordinator.policies.binding`)."""
 
 
 @dataclass(frozen=True, kw_only=True)

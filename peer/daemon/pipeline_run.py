@@ -35,6 +35,7 @@ class PipelineRun(LogRun):
     def __init__(self, env: Environment, joined: Joined | None) -> None:
         """Build everything; `start` also gives it a state."""
         super().__init__(env, joined)
+        self.reporter.watch_flow(self.flow)
         self.bench = Workbench()
         """The jobs of the trainer."""
         self._stage = env.spec.modules.index(env.module)

@@ -31,7 +31,14 @@ from atoll.coordinator.rpc.client_errors import (
 from atoll.coordinator.run.levels import Level
 from atoll.coordinator.run.outcome import ABSENCES, Outcome
 from atoll.coordinator.run.phases import AT_REST, RoundPhase, RoundStage
-from atoll.coordinator.run.status import NAMED_PEERS, Event, PeerState, PeerStatus, RoundReport
+from atoll.coordinator.run.status import (
+    NAMED_PEERS,
+    Event,
+    FlowStatus,
+    PeerState,
+    PeerStatus,
+    RoundReport,
+)
 from atoll.dht.addresses import peer_of
 from atoll.dht.roster import RecordError
 from atoll.dht.wirecount import WireCounter
@@ -40,6 +47,7 @@ from atoll.optim.log.store import StoreHead
 from atoll.optim.state.outer_state import OuterState, StateGone
 from atoll.peer.daemon.reducer import TrainerProgress
 from atoll.peer.daemon.tally import RoundTally, outcome_of
+from atoll.peer.pipeline.tallies import HopStatistics
 from atoll.peer.rounds.context import RoundTrace
 from atoll.peer.rounds.engine import Settled
 from atoll.peer.rounds.pacing import BITS
@@ -268,6 +276,11 @@ class Reporter:
         self.tally = RoundTally(progress.num_fragments)
         self.recoveries = 0
         self.leaving = False
+        self._flow: Callable[[], HopStatistics | None] = lambda: None
+
+    def watch_flow(self, flow: Callable[[], HopStatistics | None]) -> None:
+        """Report what flows through this peer of a pipeline from now on."""
+        self._flow = flow
 
     def trace(self, settled: Settled, *, is_recovered: bool = False) -> None:
         """Keep this peer's account of a round by log; of one from a recovery, if it had work."""
@@ -407,6 +420,7 @@ class Reporter:
             rounds_counted=self.tally.rounds_counted,
             tokens_counted=self.tally.tokens_counted,
             outcome=self.tally.last.outcome if self.tally.last else None,
+            flow=None if (flow := self._flow()) is None else flow_status(flow),
         )
 
     def _state(self) -> PeerState:
@@ -440,6 +454,22 @@ class Reporter:
             with suppress(StateGone):  # the run has moved on
                 self._digest = (state.position, await self._env.compute(state.root))
         return self._digest
+
+
+def flow_status(hop: HopStatistics) -> FlowStatus:
+    """Return what a hop has counted, as a peer reports it."""
+    return FlowStatus(
+        counted=hop.counted,
+        in_flight=hop.in_flight,
+        queued=hop.queued_jobs,
+        omitted={reason: count for reason, count in hop.omitted.items() if count},
+        resends=hop.resends,
+        busy_answers=hop.busy_answers,
+        late_returns=hop.late_returns,
+        double_counts=sum(hop.double_counts.values()),
+        held_bytes=hop.held_bytes,
+        waited_s={reason: _amount(s) for reason, s in hop.waited_s.items() if s > 0},
+    )
 
 
 def _phases(trace: RoundTrace, encode_s: float) -> dict[str, float]:

@@ -7,6 +7,8 @@ from hypothesis import strategies as st
 
 from atoll.coordinator.run.status import (
     Event,
+    FlowStatus,
+    ModuleStatus,
     PeerStatus,
     RoundReport,
     RoundSummary,
@@ -19,10 +21,16 @@ ROUND = RoundSummary(position=3, at=1.5, loss=2.0, left_out=["q"], seconds={"wai
 RUN = RunStatus(
     run_name="r", run_id="ab", peers=[PEER], history=[ROUND], events=[Event(at=1.0, text="héllo")]
 )
+FLOW = FlowStatus(counted=3, omitted={"late": 2, "withdrawn": 1}, waited_s={"input": 0.5})
+STAGED = dataclasses.replace(
+    RUN,
+    peers=[dataclasses.replace(PEER, module="stage-1", flow=FLOW)],
+    modules=[ModuleStatus(name="stage-1", peers=1, binds=True)],
+)
 TRACE = RoundReport(position=3, included=True, seconds={"send": 0.25}, wire_bytes_sent=10)
 
 
-@pytest.mark.parametrize("record", [PEER, ROUND, RUN, TRACE, RUN.events[0]])
+@pytest.mark.parametrize("record", [PEER, ROUND, RUN, STAGED, TRACE, RUN.events[0]])
 def test_round_trip(record: PeerStatus | RoundSummary | RunStatus | RoundReport | Event) -> None:
     assert type(record).from_json(record.to_json()) == record
 
@@ -42,6 +50,9 @@ def test_round_trip(record: PeerStatus | RoundSummary | RunStatus | RoundReport 
         ("phases", {"wait": -1.0}),
         ("phases", {str(i): 1.0 for i in range(33)}),
         ("phases", []),
+        ("flow", {"counted": -1}),
+        ("flow", {"omitted": {str(i): 1 for i in range(17)}}),
+        ("flow", {"waited_s": {"input": "long"}}),
         ("shoe_size", 43),
     ],
 )
@@ -49,6 +60,12 @@ def test_a_hostile_peer_status_is_refused(field: str, value: object) -> None:
     fields = dataclasses.asdict(PEER) | {field: value}
     with pytest.raises(StatusError, match="PeerStatus"):
         PeerStatus.from_json(json.dumps(fields).encode())
+
+
+def test_what_a_peer_leaves_behind_is_not_omitted() -> None:
+    assert FLOW.num_omitted == 2
+    assert FLOW.waits_for == "input"
+    assert FlowStatus().waits_for == ""
 
 
 def test_nothing_wrong_leaves_either() -> None:

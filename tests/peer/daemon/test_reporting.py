@@ -4,12 +4,13 @@ from dataclasses import replace
 
 import pytest
 
-from atoll.coordinator.run.status import RoundReport
+from atoll.coordinator.run.status import FlowStatus, RoundReport
 from atoll.dht.tasks import end
 from atoll.dht.testing.memory import run_virtual
 from atoll.peer.daemon.options import LinkRates
 from atoll.peer.daemon.reducer import TrainerView
 from atoll.peer.daemon.reporting import MAX_KEPT, MAX_LEFT_OUT, MAX_TEXT, Outbox, Reporter
+from atoll.peer.pipeline.tallies import HopStatistics
 from support.environment import environment, rounds_view, started
 from support.swarm import Swarm
 
@@ -78,6 +79,33 @@ def test_between_snapshots_the_digest_stays(tmp_path):
         assert status.state_digest == peer.replica.state.root().hex()
 
     with_reporter(tmp_path, use, position=3)
+
+
+def test_what_flows_through_a_stage_is_reported(tmp_path):
+    hop = HopStatistics(
+        counted=7, evaluated=0, steps=1, omitted={"late": 2, "failed": 0},
+        late_returns=1, resends=3,
+        busy_answers=4, double_counts={0: 0, 1: 2, 2: 1}, waited_s={"input": 1.5, "drain": 0.0},
+        in_flight=5, queued_jobs=6, remembered=0, held_bytes=100, rows_per_s={},
+    )  # fmt: skip
+
+    async def use(reporter, peer):
+        assert (await reporter.status()).flow is None  # a dense run, or no trainer yet
+        reporter.watch_flow(lambda: hop)
+        assert (await reporter.status()).flow == FlowStatus(
+            counted=7,
+            in_flight=5,
+            queued=6,
+            omitted={"late": 2},
+            resends=3,
+            busy_answers=4,
+            late_returns=1,
+            double_counts=3,
+            held_bytes=100,
+            waited_s={"input": 1.5},
+        )
+
+    with_reporter(tmp_path, use)
 
 
 def test_a_rate_that_is_no_number_is_none(tmp_path):

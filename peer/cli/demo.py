@@ -19,7 +19,10 @@ if TYPE_CHECKING:
     from atoll.peer.lab.summary import Compared
 
 INNER_STEPS = 25  # short windows: the demo is to show rounds
+STAGED_STEPS = 10  # the demo of a pipeline has more blocks, and computes each forward pass twice
 BYTES = 256  # tokens
+SEQUENCES = 16  # of a step
+MICROBATCHES = 4  # of a step of a pipeline: while one is further on, a stage computes another
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 LINGER_S = 3.0  # the finished dashboard stays this long before the summary
 
@@ -34,10 +37,18 @@ def add_parser(subparsers: Subparsers) -> None:
         "per round.",
         examples="atoll demo\n"
         "atoll demo --peers 4 --chaos --json\n"
+        "atoll demo --stages 3 --peers 6\n"
         "atoll demo --data ~/texts --rounds 40 --baseline --out runs/mine",
     )
     parser.add_argument(
         "--peers", type=_positive, default=4, help="Number of peer processes (default: 4)."
+    )
+    parser.add_argument(
+        "--stages",
+        type=_positive,
+        default=1,
+        help="Number of stages that the model is cut into, each held by other peers; a model of "
+        "fewer than two slices a stage gets more blocks (default: 1, every peer holds all of it).",
     )
     parser.add_argument(
         "--rounds", type=_positive, default=12, help="Number of rounds (default: 12)."
@@ -45,9 +56,8 @@ def add_parser(subparsers: Subparsers) -> None:
     parser.add_argument(
         "--inner-steps",
         type=_positive,
-        default=INNER_STEPS,
         metavar="H",
-        help=f"Inner steps per window (default: {INNER_STEPS}).",
+        help=f"Inner steps per window (default: {INNER_STEPS}, or {STAGED_STEPS} with --stages).",
     )
     parser.add_argument("--method", default="diloco", help="Outer method (default: diloco).")
     parser.add_argument(
@@ -114,7 +124,8 @@ def run(args: argparse.Namespace) -> int:
         extra("textual", "the dashboard of a demo (--plain prints lines)")
     demo = Demo(options, say=_say)
     whom = "1 peer" if args.peers == 1 else f"{args.peers} peers"
-    _say(f"{whom}, {args.rounds} rounds of {spec.outer.inner_steps} steps; in {out}")
+    cut = f" in {args.stages} stages" if args.stages > 1 else ""
+    _say(f"{whom}{cut}, {args.rounds} rounds of {spec.outer.inner_steps} steps; in {out}")
     finished, stopped_by = asyncio.run(carry_out(demo, _lines if plain else _dashboard))
     if finished is None:
         _say("stopped")
@@ -223,6 +234,7 @@ def demo_spec(args: argparse.Namespace) -> "RunSpec":
     """Return the spec of the demo's run.
 
     Raises:
+        StagesError: the other options do not allow so many stages.
         SpecError: an option has an impossible value.
         ModelError: the preset does not exist.
         DataError: the data does not exist or holds no text.
@@ -230,24 +242,29 @@ def demo_spec(args: argparse.Namespace) -> "RunSpec":
     from atoll.coordinator.run.spec import RunSpec
     from atoll.peer.training.models import preset
 
-    preset(args.preset, vocab_size=BYTES, seq_len=1)
+    blocks = preset(args.preset, vocab_size=BYTES, seq_len=1).num_layers
+    _expect_stages(args)
     source = args.data or "stdlib"
     if not source.startswith("hf:"):
         source = _local_source(source)
+    is_staged = args.stages > 1
+    accumulated = MICROBATCHES if is_staged else 1
+    inner_steps = args.inner_steps or (STAGED_STEPS if is_staged else INNER_STEPS)
     return RunSpec.from_dict(
         {
             "run": {"name": "demo", "rounds": args.rounds},
-            "model": {"preset": args.preset},
+            "model": {"preset": args.preset, "overrides": _more_blocks(args.stages, blocks)},
             "data": {"source": source},
             "outer": {
                 "method": args.method,
-                "inner_steps": args.inner_steps,
+                "inner_steps": inner_steps,
                 "windows": args.windows,
             },
             "inner": {
                 "lr": 1e-3,
-                "batch_size": 16,
-                "warmup_steps": min(100, args.rounds * args.inner_steps // 6),
+                "batch_size": SEQUENCES // accumulated,
+                "grad_accumulation": accumulated,
+                "warmup_steps": min(100, args.rounds * inner_steps // 6),
             },
             "compression": {"codec": args.codec},
             "round": {
@@ -259,6 +276,7 @@ def demo_spec(args: argparse.Namespace) -> "RunSpec":
                 "snapshot_every": 2,
                 "log_mb": 1,
             },
+            "topology": {"stages": args.stages},
             "coordinator": {
                 "listen": "127.0.0.1:0",
                 "dht_listen": "127.0.0.1:0",
@@ -267,6 +285,27 @@ def demo_spec(args: argparse.Namespace) -> "RunSpec":
         },
         source="the options of atoll demo",
     )
+
+
+def _expect_stages(args: argparse.Namespace) -> None:
+    from atoll.peer.lab.demo import StagesError
+
+    if args.peers < args.stages:
+        raise StagesError(
+            f"--stages {args.stages}: each stage needs a peer of its own, got {args.peers} peers; "
+            "increase --peers or reduce --stages"
+        )
+    if args.stages > 1 and args.baseline:
+        raise StagesError(
+            "--baseline compares with peers that each hold the whole model, which those of a "
+            "pipeline do not; omit --baseline or --stages"
+        )
+
+
+def _more_blocks(stages: int, blocks: int) -> dict[str, int]:
+    """Return the overrides that give each stage of a pipeline two slices or more."""
+    needed = 2 * stages - 1  # the last stage has the head beside a block
+    return {"num_layers": needed} if stages > 1 and blocks < needed else {}
 
 
 def _local_source(source: str) -> str:

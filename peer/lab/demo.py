@@ -3,7 +3,8 @@
 The children are ordinary `atoll coordinator` and `atoll peer` processes; only their supervision is
 special. With `chaos`, one peer is killed while it reduces, by SIGKILL to its process group, which
 has the effect of a power cut on it and its libp2p daemon. It loses its log and restarts once the
-others have committed that round.
+others have committed that round. In a pipeline it comes back to its stage; if it is alone there,
+the others wait for it, so it restarts after some seconds.
 
 If a child ends early, the demo ends within a second or two. However the demo ends, its children end
 with it.
@@ -15,6 +16,7 @@ Errors, in addition to those of `atoll.peer.lab.children`:
     OutError (ValueError)       the folder for the results is not empty or cannot be created
     ChaosError (ValueError)     too few peers or rounds to kill a peer and restart it
     ShareError (ValueError)     a fraction of the time outside (0, 1]
+    StagesError (ValueError)    too few peers for the stages, or a comparison that they rule out
 """
 
 from __future__ import annotations
@@ -24,18 +26,19 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import cycle
 from pathlib import Path
 
+from atoll.coordinator.report.view import is_gone
 from atoll.coordinator.rpc.channel import StatusClient
 from atoll.coordinator.rpc.client_errors import CoordinatorError
 from atoll.coordinator.run.invite import Invite
 from atoll.coordinator.run.phases import RoundPhase
 from atoll.coordinator.run.spec import RunSpec, template
-from atoll.coordinator.run.status import RunStatus
+from atoll.coordinator.run.status import FlowStatus, RunStatus
 from atoll.dht.tasks import end
 from atoll.peer.lab.children import ATOLL, Child
 from atoll.peer.paths import PeerPaths
@@ -47,6 +50,7 @@ SILENT_S = 60.0  # a running coordinator that answers nothing for so long is bro
 LONE_WINDOWS = 5  # windows of training without a round that still count as progress
 STUCK_S = 300.0  # five times the wait of a run without a quorum for its next epoch
 RESTART_AFTER = 1  # rounds that the others commit before the killed peer restarts
+VACANT_S = 3.0  # that a stage without peers stays so: long enough to be seen
 MEMBER_AFTER = 2  # further rounds that it needs to be a member again, as it may miss one
 
 Feed = Callable[[], Awaitable[RunStatus]]
@@ -72,6 +76,10 @@ class ChaosError(ValueError):
 
 class ShareError(ValueError):
     """A fraction of the time is outside (0, 1]."""
+
+
+class StagesError(ValueError):
+    """The demo cannot have so many stages."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,6 +155,8 @@ class Kill:
 
     peer: str
     position: int
+    at_s: float
+    """Time of the monotonic clock."""
     restarted: bool = False
 
 
@@ -161,6 +171,8 @@ class PeerProcess:
     child: Child | None = None
     wire: dict[str, tuple[int, int]] = field(default_factory=dict)
     """Bytes sent and received by incarnation, as last reported."""
+    flows: dict[str, FlowStatus] = field(default_factory=dict)
+    """In a pipeline, what has flowed through it by incarnation, as last reported."""
 
     @property
     def running(self) -> bool:
@@ -183,8 +195,14 @@ class DemoRun:
     kill: Kill | None
     seconds_to_first_round: float
     seconds: float
-    checkpoint: Path
+    checkpoints: Mapping[str, Path]
+    """The last one of each module of the run."""
     coordinator_dir: Path
+
+    @property
+    def checkpoint(self) -> Path:
+        """The checkpoint of a dense run; of a pipeline that of the last stage."""
+        return list(self.checkpoints.values())[-1]
 
 
 class Demo:
@@ -243,7 +261,7 @@ class Demo:
             kill=self._kill,
             seconds_to_first_round=self._first_round_s or 0.0,
             seconds=time.monotonic() - began_s,
-            checkpoint=self._checkpoint(),
+            checkpoints={name: self._checkpoint(name) for name in self.options.spec.modules},
             coordinator_dir=self._coordinator_dir,
         )
 
@@ -329,16 +347,17 @@ class Demo:
         if self._kill is not None or position < first or peer.child is None:
             return
         peer.child.kill()
-        self._kill = Kill(peer=peer.name, position=position)
+        self._kill = Kill(peer=peer.name, position=position, at_s=time.monotonic())
         self._say(f"chaos: {peer.name} killed (SIGKILL) while it reduces round {position + 1}")
 
     async def _revive_when_due(self, status: RunStatus) -> None:
         kill, victim = self._kill, self._victim
         if kill is None or victim is None or kill.restarted:
             return
-        if status.position <= kill.position + RESTART_AFTER or victim.running:
+        module = module_of(status, victim.name)
+        if victim.running or not is_restart_due(status, kill, module, time.monotonic()):
             return
-        shutil.rmtree(PeerPaths(root=victim.folder).log, ignore_errors=True)
+        shutil.rmtree(PeerPaths(root=victim.folder).log(module), ignore_errors=True)
         self._say(f"chaos: restarting {victim.name} without its log")
         await self._start_peer(victim)
         kill.restarted = True
@@ -361,6 +380,8 @@ class Demo:
             peer = by_name.get(shown.name)
             if peer is not None and shown.incarnation:
                 peer.wire[shown.incarnation] = (shown.wire_bytes_sent, shown.wire_bytes_received)
+            if peer is not None and shown.flow is not None:
+                peer.flows[shown.incarnation] = shown.flow
 
     async def _watch(self, show: Show) -> bool:
         """Wait until the run is finished and all peers have ended; False if the user quits."""
@@ -413,10 +434,11 @@ class Demo:
             raise DemoError("the coordinator never answered")
         return self._status
 
-    def _checkpoint(self) -> Path:
-        found = sorted((self._coordinator_dir / "checkpoints").glob("*.safetensors"))
+    def _checkpoint(self, module: str) -> Path:
+        folder = self._coordinator_dir / "checkpoints" / module
+        found = sorted(folder.glob("*.safetensors"))
         if not found:
-            raise DemoError(f"no checkpoint in {self._coordinator_dir / 'checkpoints'}")
+            raise DemoError(f"no checkpoint in {folder}")
         return found[-1]
 
     async def _stop_all(self) -> None:
@@ -430,6 +452,27 @@ class Demo:
             await self._coordinator.stop()
         for failure in filter(None, ended):
             raise failure
+
+
+def module_of(status: RunStatus, name: str) -> str:
+    """Return the module that the peer of a name serves; that of a dense run if it is unknown."""
+    return next((peer.module for peer in status.peers if peer.name == name), "")
+
+
+def is_restart_due(status: RunStatus, kill: Kill, module: str, now_s: float) -> bool:
+    """Return whether a killed peer shall come back.
+
+    Args:
+        status: of the run.
+        kill: of the peer.
+        module: that it served.
+        now_s: time of the monotonic clock.
+    """
+    others = [p for p in status.peers if p.module == module and p.name != kill.peer]
+    if module and all(map(is_gone, others)):  # nobody else moves this stage
+        return now_s - kill.at_s > VACANT_S
+    position = next((m.position for m in status.modules if m.name == module), status.position)
+    return position > kill.position + RESTART_AFTER
 
 
 class StallWatch:

@@ -2,13 +2,13 @@
 
 The check uses only what the processes wrote: every peer's hash chain against that of the
 coordinator's log, and every peer's final digest of parameters and outer state against that of the
-checkpoint. A gossip run has neither, because each peer has its own model; the page then reports
-their distance from the mean.
+checkpoint. A pipeline is checked stage by stage, each with its own log. A gossip run has neither,
+because each peer has its own model; the page then reports their distance from the mean.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -20,14 +20,15 @@ from rich.table import Table
 from atoll.coordinator.checkpoints import Checkpoint, load_checkpoint
 from atoll.coordinator.rounds import contributors
 from atoll.coordinator.run.spec import RunSpec
-from atoll.coordinator.run.status import PeerStatus
+from atoll.coordinator.run.status import FlowStatus, PeerStatus
 from atoll.coordinator.run.text import loss_text
 from atoll.dht.identity import short
 from atoll.optim.log.entry import Entry
+from atoll.optim.log.replica import WHOLE, log_folder
 from atoll.optim.log.store import LogStore
 from atoll.optim.state.layout import Layout
 from atoll.peer.lab.baseline import BaselineResult
-from atoll.peer.lab.demo import DemoRun
+from atoll.peer.lab.demo import DemoRun, module_of
 from atoll.peer.lab.plotting import LossPlot, draw_loss
 from atoll.peer.paths import PeerPaths
 from atoll.peer.training import saved
@@ -40,6 +41,31 @@ FP32_BYTES = 4
 
 
 @dataclass(frozen=True, kw_only=True)
+class Flowed:
+    """What flowed through the peers of a pipeline, across restarts, as they last reported it."""
+
+    counted: int
+    """Gradients of microbatches that were added up: one a stage for each microbatch."""
+    omitted: int
+    """Microbatches that a peer gave up, but for those that it left behind when it ended."""
+    resends: int
+    """Outputs that were sent again, to replace a peer that was lost or silent."""
+    double_counts: int
+    """Microbatches that counted at two peers of one stage."""
+
+    @classmethod
+    def of(cls, flows: Iterable[FlowStatus]) -> Flowed:
+        """Return the sum."""
+        found = list(flows)
+        return cls(
+            counted=sum(flow.counted for flow in found),
+            omitted=sum(flow.num_omitted for flow in found),
+            resends=sum(flow.resends for flow in found),
+            double_counts=sum(flow.double_counts for flow in found),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
 class Summary:
     """Result of a demo. Losses in nats per token, sizes in bytes, times in seconds."""
 
@@ -49,13 +75,15 @@ class Summary:
     loss_first: float | None
     loss_last: float | None
     loss_baseline: float | None
-    valid_loss: float
+    valid_loss: float | None
+    """None for a pipeline: no process here holds the whole model."""
     valid_loss_baseline: float | None
     valid_loss_alone: float | None
     bytes_sent_per_peer: int
     bytes_received_per_peer: int
-    ddp_bytes_per_peer: int
-    traffic_ratio: float
+    ddp_bytes_per_peer: int | None
+    """None for a pipeline, whose peers could not train data parallel."""
+    traffic_ratio: float | None
     utilisation: float
     seconds_to_first_round: float
     seconds: float
@@ -67,7 +95,11 @@ class Summary:
     recovered_peers: int
     phases: dict[str, float]
     checkpoint: str
+    """Of a pipeline, the folder of the stages' checkpoints."""
     plot: str
+    stages: int = 1
+    flow: Flowed | None = None
+    """In a pipeline."""
 
     def to_json(self) -> dict[str, Any]:
         """Return plain values for JSON."""
@@ -84,13 +116,15 @@ class Compared:
 
 def summarise(run: DemoRun, spec: RunSpec, compared: Compared, plot: Path) -> Summary:
     """Summarise a finished demo from its files and write the plot."""
-    checkpoint = load_checkpoint(run.checkpoint)
-    gossip = spec.method().reduction == "pairs"
-    entries = [] if gossip else read_log(run, checkpoint)
-    rounds = reported_rounds(run) if gossip else logged_rounds(entries)
+    checkpoints = {name: load_checkpoint(path) for name, path in run.checkpoints.items()}
+    gossip, is_staged = spec.method().reduction == "pairs", len(checkpoints) > 1
+    logs = {} if gossip else {m: read_log(run, c, module=m) for m, c in checkpoints.items()}
+    last = spec.modules[-1]  # the loss is known there
+    rounds = reported_rounds(run) if gossip else logged_rounds(logs[last])
     sent, received = per_peer_bytes(run)
-    ddp = ddp_bytes(checkpoint.layout, len(run.peers), len(rounds), spec)
-    valid_loss = held_out_loss(spec, checkpoint)
+    whole = None if is_staged else checkpoints[last]
+    ddp = ddp_bytes(whole.layout, len(run.peers), len(rounds), spec) if whole else None
+    valid_loss = held_out_loss(spec, whole) if whole else None
     draw_loss(loss_plot(run, spec, rounds, compared, valid_loss), plot)
     base = compared.baseline
     losses = [row.loss for row in rounds if row.loss is not None]
@@ -107,17 +141,21 @@ def summarise(run: DemoRun, spec: RunSpec, compared: Compared, plot: Path) -> Su
         bytes_sent_per_peer=sent,
         bytes_received_per_peer=received,
         ddp_bytes_per_peer=ddp,
-        traffic_ratio=ddp / max(sent, 1),
+        traffic_ratio=None if ddp is None else ddp / max(sent, 1),
         utilisation=run.status.utilisation or mean_utilisation(run.status.peers),
         seconds_to_first_round=run.seconds_to_first_round,
         seconds=run.seconds,
-        chains_equal=None if gossip else chains_equal(run, entries),
-        states_equal=None if gossip else states_equal(run, checkpoint),
+        chains_equal=all(chains_equal(run, logs[m], module=m) for m in logs) if logs else None,
+        states_equal=None
+        if gossip
+        else all(states_equal(run, checkpoints[m], module=m) for m in checkpoints),
         distance_to_mean=distance_to_mean(run, spec) if gossip else None,
-        recovered_peers=recovered_peers(run, None if gossip else entries),
+        recovered_peers=recovered_peers(run, None if gossip else logs.get(killed_in(run), [])),
         phases=mean_phases(run.status.peers),
-        checkpoint=str(run.checkpoint),
+        checkpoint=str(run.checkpoint.parent.parent if is_staged else run.checkpoint),
         plot=str(plot),
+        stages=spec.topology.stages,
+        flow=Flowed.of(f for peer in run.peers for f in peer.flows.values()) if is_staged else None,
     )
 
 
@@ -155,15 +193,15 @@ def reported_rounds(run: DemoRun) -> list[RoundLosses]:
     ]
 
 
-def read_log(run: DemoRun, checkpoint: Checkpoint) -> list[Entry]:
-    """Return all entries of the coordinator's log."""
+def read_log(run: DemoRun, checkpoint: Checkpoint, *, module: str = WHOLE) -> list[Entry]:
+    """Return all entries of the coordinator's log of a module, of which there is a checkpoint."""
     store = LogStore(
-        run.coordinator_dir / "log",
-        run_id=bytes.fromhex(run.status.run_id),
+        run.coordinator_dir / log_folder(module),
+        run_id=checkpoint.run_id,
         genesis_chain=checkpoint.chain,
     )
     try:
-        records = store.headers(0, run.status.position)
+        records = store.headers(0, store.head.position)
     finally:
         store.close()
     return [Entry.decode(record.entry) for record in records]
@@ -193,31 +231,42 @@ def ddp_bytes(layout: Layout, peers: int, rounds: int, spec: RunSpec) -> int:
     return 2 * (peers - 1) * layout.numel * FP32_BYTES * steps // peers
 
 
-def chains_equal(run: DemoRun, entries: list[Entry]) -> bool:
-    """Return whether every peer ended with the hash chain of the coordinator's log."""
+def chains_equal(run: DemoRun, entries: Sequence[Entry], *, module: str = WHOLE) -> bool:
+    """Return whether every peer of a module ended with the hash chain of the coordinator's log."""
     last = entries[-1].chain.hex()
-    return len(run.status.peers) == len(run.peers) and all(
-        peer.chain == last for peer in run.status.peers
-    )
+    return _all_of(run, module, lambda peer: peer.chain == last)
 
 
-def states_equal(run: DemoRun, checkpoint: Checkpoint) -> bool:
-    """Return whether every peer's state digest equals that of the checkpoint."""
-    root = checkpoint.state.root().hex()
-    return len(run.status.peers) == len(run.peers) and all(
-        (peer.state_position, peer.state_digest) == (checkpoint.position, root)
-        for peer in run.status.peers
-    )
+def states_equal(run: DemoRun, checkpoint: Checkpoint, *, module: str = WHOLE) -> bool:
+    """Return whether the state digest of every peer of a module equals that of the checkpoint."""
+    expected = (checkpoint.position, checkpoint.state.root().hex())
+    return _all_of(run, module, lambda peer: (peer.state_position, peer.state_digest) == expected)
 
 
-def recovered_peers(run: DemoRun, entries: list[Entry] | None) -> int:
-    """Return how many killed peers recovered their state and took part in a round again."""
+def _all_of(run: DemoRun, module: str, holds: Callable[[PeerStatus], bool]) -> bool:
+    """Return whether all peers are known, and something holds of each of a module."""
+    found = [holds(peer) for peer in run.status.peers if peer.module == module]
+    return len(run.status.peers) == len(run.peers) and bool(found) and all(found)
+
+
+def recovered_peers(run: DemoRun, entries: Sequence[Entry] | None) -> int:
+    """Return how many killed peers recovered their state and took part in a round again.
+
+    Args:
+        run: the finished run.
+        entries: of the log that the killed peer follows; None if there is no log.
+    """
     if run.kill is None:
         return 0
     killed = next(peer for peer in run.peers if peer.name == run.kill.peer)
     shown = next(peer for peer in run.status.peers if peer.name == killed.name)
     again = bool(shown.partner) if entries is None else is_member(shown, entries)
     return int(shown.recoveries > 0 and again)
+
+
+def killed_in(run: DemoRun) -> str:
+    """Return the module of the peer that was killed; that of a dense run if none was."""
+    return module_of(run.status, run.kill.peer) if run.kill is not None else WHOLE
 
 
 def is_member(peer: PeerStatus, entries: Sequence[Entry]) -> bool:
@@ -252,7 +301,11 @@ def mean_phases(peers: list[PeerStatus]) -> dict[str, float]:
 
 
 def loss_plot(
-    run: DemoRun, spec: RunSpec, rounds: list[RoundLosses], compared: Compared, valid_loss: float
+    run: DemoRun,
+    spec: RunSpec,
+    rounds: list[RoundLosses],
+    compared: Compared,
+    valid_loss: float | None,
 ) -> LossPlot:
     """Return the content of the plot."""
     names = {peer.peer_id: peer.name for peer in run.status.peers}
@@ -263,16 +316,16 @@ def loss_plot(
     # A loss that peers report with a round was measured on the state before it.
     history = run.status.history
     earlier = [(r.position - 1, r.valid_loss) for r in history if r.valid_loss is not None]
-    valid = [*earlier, (float(len(rounds)), valid_loss)]
+    last = [] if valid_loss is None else [(float(len(rounds)), valid_loss)]
     others = {"data parallel": compared.baseline, "one peer alone": compared.alone}
     tokens = sum(row.tokens for row in rounds)
     return LossPlot(
         title=spec.run.name,
-        subtitle=f"{spec.model.preset}, {len(run.peers)} peers, H={spec.outer.inner_steps}, "
-        f"{spec.method().codec.spec}, {tokens / 1e6:.2f}M tokens",
+        subtitle=f"{spec.model.preset}, {_peers(len(run.peers), spec.topology.stages)}, "
+        f"H={spec.outer.inner_steps}, {spec.method().codec.spec}, {tokens / 1e6:.2f}M tokens",
         peers=peers,
         run=[(row.position, row.loss) for row in rounds if row.loss is not None],
-        valid=valid,
+        valid=[*earlier, *last],
         compared={
             name: [(p.position, p.valid_loss) for p in result.history if p.valid_loss is not None]
             for name, result in others.items()
@@ -292,8 +345,9 @@ def render(summary: Summary, run: DemoRun) -> None:
         table.add_row(name, value)
     console.print()
     console.print(table)
-    command = f'atoll sample {summary.checkpoint} --prompt "def "'
-    console.print(f"\nGenerate text:  {command}", soft_wrap=True)  # whole, for copying
+    if summary.stages == 1:
+        command = f'atoll sample {summary.checkpoint} --prompt "def "'
+        console.print(f"\nGenerate text:  {command}", soft_wrap=True)  # whole, for copying
 
 
 def rows(summary: Summary, run: DemoRun) -> list[tuple[str, str]]:
@@ -302,23 +356,20 @@ def rows(summary: Summary, run: DemoRun) -> list[tuple[str, str]]:
         (
             "trained",
             f"{summary.tokens / 1e6:.2f}M tokens in {summary.rounds} rounds by "
-            f"{summary.peers} peers, {summary.seconds:.0f} s",
+            f"{_peers(summary.peers, summary.stages)}, {summary.seconds:.0f} s",
         ),
         (
             "training loss",
             f"{_loss(summary.loss_first)} -> {_loss(summary.loss_last)} nats per byte",
         ),
-        ("held-out loss", _held_out(summary)),
+        *([("held-out loss", held_out)] if (held_out := _held_out(summary)) else []),
         (
             "sent per peer",
             f"{_megabytes(summary.bytes_sent_per_peer)}, received "
             f"{_megabytes(summary.bytes_received_per_peer)} (counted on the wire)",
         ),
-        (
-            "data parallel",
-            f"would send {_megabytes(summary.ddp_bytes_per_peer)}, "
-            f"{summary.traffic_ratio:.0f} times as much",
-        ),
+        *_compared_traffic(summary),
+        *([("flow", _flow(summary.flow))] if summary.flow is not None else []),
         ("utilisation", f"{summary.utilisation:.1%} of the time spent training"),
         ("first round", f"{summary.seconds_to_first_round:.1f} s after the peers' start"),
         ("last round", ", ".join(f"{name} {s:.2f} s" for name, s in summary.phases.items())),
@@ -333,7 +384,28 @@ def _loss(value: float | None) -> str:
     return "unknown" if value is None else loss_text(value)
 
 
+def _peers(peers: int, stages: int) -> str:
+    return f"{peers} peers" + (f" in {stages} stages" if stages > 1 else "")
+
+
+def _compared_traffic(summary: Summary) -> list[tuple[str, str]]:
+    if summary.ddp_bytes_per_peer is None or summary.traffic_ratio is None:
+        return []
+    sent = _megabytes(summary.ddp_bytes_per_peer)
+    return [("data parallel", f"would send {sent}, {summary.traffic_ratio:.0f} times as much")]
+
+
+def _flow(flow: Flowed) -> str:
+    return (
+        f"{flow.counted:,} gradients of microbatches counted, {flow.omitted:,} omitted, "
+        f"{flow.resends:,} sent again, {flow.double_counts:,} counted at two peers of a stage"
+    )
+
+
 def _held_out(summary: Summary) -> str:
+    """Return the loss on held-out text, and those of others; empty if it was not measured."""
+    if summary.valid_loss is None:
+        return ""
     text = loss_text(summary.valid_loss)
     if summary.valid_loss_baseline is not None:
         behind = summary.valid_loss / summary.valid_loss_baseline - 1
@@ -346,6 +418,8 @@ def _held_out(summary: Summary) -> str:
 def _verdict(summary: Summary) -> str:
     if summary.distance_to_mean is not None:
         return f"one model per peer (gossip), {summary.distance_to_mean:.2%} from their mean"
+    if summary.chains_equal and summary.states_equal and summary.stages > 1:
+        return "bit-identical in each stage: equal hash chains and equal digests of the state"
     if summary.chains_equal and summary.states_equal:
         return "bit-identical: equal hash chains and equal digests of the state"
     return f"NOT EQUAL: chains {summary.chains_equal}, states {summary.states_equal}"

@@ -85,12 +85,12 @@ class Stage:
         self.command = (sys.executable, "-S", "-E", str(self.program))
         self.said = []
 
-    def demo(self, *, peers=2, rounds=5, chaos=False, shares=(1.0,), **what):
+    def demo(self, *, peers=2, rounds=5, stages=1, chaos=False, shares=(1.0,), **what):
         names = {name.replace("_", "-"): value for name, value in what.items()}
         (self.folder / "what.json").write_text(json.dumps(names))
         return Demo(
             DemoOptions(
-                spec=RunSpec.from_dict({"run": {"rounds": rounds}}),
+                spec=RunSpec.from_dict({"run": {"rounds": rounds}, "topology": {"stages": stages}}),
                 peers=peers,
                 out=self.folder / "out",
                 chaos=chaos,

@@ -6,10 +6,13 @@ import os
 import re
 import signal
 import threading
+from dataclasses import replace
 
 import pytest
 
 from atoll.coordinator.run.spec import RunSpec
+from atoll.coordinator.run.status import ModuleStatus
+from atoll.optim.log.replica import WHOLE
 from atoll.peer.cli import demo as demo_command
 from atoll.peer.cli import main as cli
 from atoll.peer.cli.demo import carry_out
@@ -17,7 +20,14 @@ from atoll.peer.cli.main import exit_code
 from atoll.peer.lab import children
 from atoll.peer.lab import demo as demo_module
 from atoll.peer.lab.children import ChildFailed, ChildRefused
-from atoll.peer.lab.demo import ChaosError, DemoStuck, OutError, StallWatch, expect_room_for_chaos
+from atoll.peer.lab.demo import (
+    ChaosError,
+    DemoStuck,
+    Kill,
+    OutError,
+    StallWatch,
+    expect_room_for_chaos,
+)
 from atoll.peer.lab.summary import Compared
 
 SOON_S = 60.0  # a limit, no measurement: a busy machine takes many seconds for a start
@@ -101,6 +111,7 @@ def test_peers_end_with_the_run(stage, kit):
     run = asyncio.run(stage.demo(peer_0="exit 0", peer_1="exit 0").run(show))
     assert run.status == finished
     assert run.checkpoint.name == "fake.safetensors"
+    assert list(run.checkpoints) == [WHOLE]
 
 
 def test_a_finished_run_says_that_it_waits_for_its_peers(stage, kit):
@@ -201,6 +212,54 @@ def test_chaos_kills_a_peer_once_and_starts_it_again_without_its_log(stage, kit)
     with pytest.raises(ChildFailed, match="peer-1 was ended by SIGKILL"):
         asyncio.run(main())
     assert len(stage.said) == 2
+
+
+def test_a_killed_peer_comes_back_when_its_stage_has_moved_on(stage, kit):
+    kill = Kill(peer="peer-1", position=3, at_s=100.0)
+    peers = [
+        kit.PeerStatus(peer_id=name, name=name, module=module, state=state)
+        for name, module, state in (
+            ("peer-0", "stage-1", "training"),
+            ("peer-1", "stage-2", "gone"),
+            ("peer-2", "stage-2", "training"),
+        )
+    ]
+
+    def due(position, now_s=1000.0):
+        modules = [
+            ModuleStatus(name="stage-1", position=9),
+            ModuleStatus(name="stage-2", position=position),
+        ]
+        status = stage.status(position=position, peers=peers, modules=modules)
+        return demo_module.is_restart_due(status, kill, "stage-2", now_s)
+
+    assert [due(4), due(5)] == [False, True]
+    # Alone in its stage, which then waits for it.
+    peers[2] = replace(peers[2], state="left")
+    assert [due(3, 101.0), due(3, 101.0 + demo_module.VACANT_S)] == [False, True]
+
+
+def test_the_log_that_a_killed_peer_loses_is_that_of_its_stage(stage, kit):
+    folder = stage.folder / "out" / "peer-1"
+    moved = [ModuleStatus(name="stage-2", position=3)]
+
+    async def main():
+        demo = stage.demo(stages=2, chaos=True, peer_1=["reduce", "run"])
+        running = asyncio.create_task(demo.run(kit.show_for_ever))
+        await kit.until(lambda: stage.said)
+        (folder / "stage-2").mkdir(parents=True)
+        two = [
+            kit.PeerStatus(peer_id=name, name=name, module="stage-2", state="training")
+            for name in ("peer-1", "peer-2")
+        ]
+        stage.status(position=1, peers=two, modules=moved)
+        await kit.until(lambda: len((stage.folder / "peer-1.starts").read_text().split()) == 2)
+        assert not (folder / "stage-2").exists()
+        running.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await running
+
+    asyncio.run(main())
 
 
 def test_who_stops_the_comparison_still_gets_the_summary(monkeypatch, capsys):

@@ -50,5 +50,5 @@ def test_rounds_are_those_that_were_told(tmp_path):
 )
 def test_a_killed_peer_is_back_once_it_has_met_somebody(tmp_path, recoveries, partner, expected):
     run = left_behind(tmp_path, [1.0, 1.0], recoveries=recoveries, partner=partner)
-    run.kill = Kill(peer="peer-1", position=1, restarted=True)
+    run.kill = Kill(peer="peer-1", position=1, at_s=0.0, restarted=True)
     assert summary.recovered_peers(run, None) == expected

@@ -4,9 +4,9 @@ A signed record is the msgpack list
 
     [2, body, credential, signature]
 
-of a version, `PeerRecord`'s fields as a msgpack list in their order (the last one, the module, only
-if it is not empty), the peer's admission, and an Ed25519 signature by the PeerID named in the body
-over
+of a version, `PeerRecord`'s fields as a msgpack list in their order (the last two, the module and
+the place in it, only if there is a module), the peer's admission, and an Ed25519 signature by the
+PeerID named in the body over
 
     "atoll roster 1" | 0x00 | SHA-256(run id) | SHA-256(body) | SHA-256(credential)
 
@@ -90,6 +90,7 @@ AMOUNTS = (
 
 T = TypeVar("T")
 RosterRole = Literal["trainer", "follower", "keeper", "left"]
+Duty = Literal["serving", "moving", "leaving"]
 
 
 class RosterError(Exception):
@@ -98,6 +99,24 @@ class RosterError(Exception):
 
 class RecordError(ValueError):
     """The bytes are not a valid record."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StagePlace:
+    """What a peer of a pipeline announces about its place, for the decision who moves."""
+
+    duty: Duty = "serving"
+    """"moving": on its way to the record's module."""
+    tokens_per_s: float = 0.0
+    """What it can do in its stage if there is always work; 0 before it was measured."""
+    download_mbit_s: float = 0.0
+    """Measured; 0 if unknown."""
+    device_bytes: int = 0
+    """Memory in which it holds a stage."""
+    came_from: str = ""
+    """The module that it has left lately, or leaves."""
+    is_rested: bool = True
+    """Whether its last move is long past."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,6 +149,8 @@ class PeerRecord:
     """Seconds since 1970 by the run's clock; `publish` sets it."""
     module: str = ""
     """The module of the run whose log it follows; empty in a dense run."""
+    place: StagePlace | None = None
+    """In a pipeline, its place in that module."""
 
     @property
     def is_dialed(self) -> bool:
@@ -138,6 +159,7 @@ class PeerRecord:
 
 
 NUM_FIELDS = len(fields(PeerRecord))
+MODULE_FIELDS = 2  # the last ones, which a record of a dense run leaves out
 
 
 class Roster(Protocol):
@@ -178,7 +200,7 @@ def sign_record(record: PeerRecord, identity: Identity, *, run_id: str, credenti
     """
     while True:
         values = list(astuple(_checked(record)))
-        body = _pack(values if record.module else values[:-1])
+        body = _pack(values if record.module else values[:-MODULE_FIELDS])
         signature = identity.sign(_signed_bytes(run_id, body, credential))
         data = _pack([VERSION, body, credential, signature])
         if len(data) <= MAX_RECORD_BYTES:
@@ -240,14 +262,38 @@ def _list(data: bytes, lengths: tuple[int, ...], what: str) -> list[Any]:
 
 
 def _decode_body(body: bytes) -> PeerRecord:
-    given = _list(body, (NUM_FIELDS - 1, NUM_FIELDS), "body")
-    if len(given) == NUM_FIELDS and not given[-1]:
-        raise RecordError("body: expected no module, or its name")
+    given = _list(body, (NUM_FIELDS - MODULE_FIELDS, NUM_FIELDS), "body")
     values = dict(zip((f.name for f in fields(PeerRecord)), given, strict=False))
+    if "module" in values and not values["module"]:
+        raise RecordError("body: expected no module, or its name")
+    if values.get("place") is not None:
+        values["place"] = _decode_place(values["place"])
     if type(values["addresses"]) is not list:
         raise RecordError("addresses: expected a list")
     values["addresses"] = tuple(values["addresses"])
     return _checked(PeerRecord(**values))
+
+
+def _decode_place(given: object) -> StagePlace:
+    names = [field.name for field in fields(StagePlace)]
+    if type(given) is not list or len(given) != len(names):
+        raise RecordError(f"place: expected a list of {len(names)}")
+    return StagePlace(**dict(zip(names, given, strict=True)))
+
+
+def _expect_place(place: StagePlace) -> None:
+    _expect(place.duty in get_args(Duty), "duty")
+    for name in ("tokens_per_s", "download_mbit_s"):
+        value = getattr(place, name)
+        _expect(type(value) in (float, int) and math.isfinite(value), name)
+        _expect(0 <= value < MAX_NUMBER, name)
+    _expect(type(place.device_bytes) is int and 0 <= place.device_bytes < MAX_INTEGER, "device")
+    _expect(_is_module(place.came_from), "came_from")
+    _expect(type(place.is_rested) is bool, "is_rested")
+
+
+def _is_module(name: object) -> bool:
+    return type(name) is str and len(name) <= MAX_MODULE_CHARS
 
 
 def _checked(record: PeerRecord) -> PeerRecord:
@@ -258,7 +304,9 @@ def _checked(record: PeerRecord) -> PeerRecord:
         _expect(_is_address(address), "addresses")
     _expect(_is_hex(record.incarnation, INCARNATION_CHARS), "incarnation")
     _expect(record.role in get_args(RosterRole), "role")
-    _expect(type(record.module) is str and len(record.module) <= MAX_MODULE_CHARS, "module")
+    _expect(_is_module(record.module), "module")
+    if record.place is not None:
+        _expect_place(record.place)
     for name in ("epoch", "position", "protocol"):
         value = getattr(record, name)
         # `type`, not isinstance: a bool is an int.
@@ -615,6 +663,10 @@ class DhtRoster:
         if found is not None and isinstance(found.value, dict):
             values = [item.value for item in found.value.values()]
             await self.take([value for value in values if isinstance(value, bytes)])
+
+    def stay(self) -> None:
+        """Let our record stand when this node leaves: the peer is back with another one soon."""
+        self._last = None
 
     async def leave(self) -> None:
         """Replace our record by a short-lived goodbye. Never raises."""

@@ -535,6 +535,13 @@ class TopologySection(Section):
         le=3600,
         description="Seconds after which a microbatch that has not come back is given up.",
     )
+    rebalance_s: float = Field(
+        default=300.0,
+        ge=0,
+        le=86_400,
+        description="Seconds between two looks whether a peer should move to another stage. 0: "
+        "peers move only to a stage without any peer.",
+    )
 
     @field_validator("activations", "gradients")
     @classmethod

@@ -158,6 +158,10 @@ class GossipRun:
     def expect_working(self) -> None:
         """Return: a run by gossip has no log that could fail, and no keepers."""
 
+    async def publish(self) -> None:
+        """Put this peer's record into the roster."""
+        await self._env.neighbours.publish(self.epoch, self.position, self.progress.view())
+
     def look(self) -> None:
         """Report nothing: no round waits for a quorum."""
 

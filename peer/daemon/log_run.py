@@ -200,6 +200,10 @@ class LogRun:
         """Raise the failure after which this peer takes part in nothing, if there is one."""
         self._decisions.expect_none_failed()
 
+    async def publish(self) -> None:
+        """Put this peer's record into the roster."""
+        await self._env.neighbours.publish(self.epoch, self.position, self.progress.view())
+
     def look(self) -> None:
         """Report a round that cannot be decided because electors are missing."""
         replica, rounds = self.replica, self._env.spec.run.rounds
@@ -272,7 +276,7 @@ class LogRun:
             if joined is not None and joined.epoch:
                 await self.replica.adopt(joined.epoch)
             # Before there is a state: recovery asks peers that are connected already.
-            await env.neighbours.publish(self.epoch, self.position, self.progress.view())
+            await self.publish()
             await env.neighbours.connect(self.roster_peers)
             await self._catching_up.run()
             if self.replica.ready:

@@ -294,7 +294,8 @@ class Enrolment:
                 joined = await client.join()
             except (CoordinatorUnreachable, Busy) as error:
                 earlier = directory.recall()
-                if earlier is not None and time.monotonic() - began_s > OFFLINE_S:
+                is_usable = earlier is not None and earlier.module == client.module
+                if earlier and is_usable and time.monotonic() - began_s > OFFLINE_S:
                     show("warning", f"starting without the coordinator: {error}")
                     client.recall_evictions(earlier.evictions)
                     # The run's own address comes first among those that were kept.

@@ -16,6 +16,17 @@ RELAY_MBIT_S = 25.0  # enough for the control streams of hundreds; bodies go thr
 
 
 @dataclass(frozen=True, kw_only=True)
+class Moved:
+    """A move from one stage of a pipeline to another."""
+
+    module: str
+    """Where the peer goes."""
+    came_from: str
+    at_s: float
+    """When it set out, on a steady clock of this machine."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class LinkRates:
     """A peer's internet link as its owner declared it; 0 if unknown."""
 
@@ -37,6 +48,8 @@ class PeerOptions:
     rates: LinkRates = field(default_factory=LinkRates)
     relay_mbit_s: float = RELAY_MBIT_S
     """Bandwidth for streams of peers behind NATs, if others can dial this peer; 0: none."""
+    moved: Moved | None = None
+    """The move by which it joins, in a pipeline; None takes the module of its last start."""
 
     def __post_init__(self) -> None:
         """Refuse a name that the coordinator would refuse.

@@ -182,6 +182,10 @@ class RunKind(Protocol):
         """Raise the failure, such as a full disk, after which this peer takes part in nothing."""
         ...
 
+    async def publish(self) -> None:
+        """Put this peer's record into the roster; called every few seconds."""
+        ...
+
     def look(self) -> None:
         """Report what people should know of the swarm; called every few seconds."""
         ...
@@ -309,8 +313,7 @@ class Peer:
 
     async def _keep_record(self) -> None:
         while True:
-            view = self.run.progress.view()
-            await self._env.neighbours.publish(self.run.epoch, self.run.position, view)
+            await self.run.publish()
             self.run.look()
             await asyncio.sleep(RECORD_EVERY_S)
 
@@ -361,7 +364,10 @@ async def _environment(
     listen = usable(options.listen)
     expect_free(listen, remedy="name another with --listen, or port 0 for any")
     client = CoordinatorClient(
-        invite, identity, version=version("atoll"), module=directory.module()
+        invite,
+        identity,
+        version=version("atoll"),
+        module=options.moved.module if options.moved else directory.module(),
     )
     outbox = Outbox()
     announcer = Announcer(on_event, outbox, client.now_s)

@@ -9,6 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import random
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from atoll.coordinator.rpc.client import Joined
 from atoll.coordinator.run.spec import RunSpec
@@ -16,16 +19,24 @@ from atoll.dht.roster import PeerRecord
 from atoll.dht.tasks import together
 from atoll.peer.daemon.log_run import LogRun
 from atoll.peer.daemon.loop_thread import LoopThread
+from atoll.peer.daemon.options import Moved
 from atoll.peer.daemon.peer import Environment, Peer
+from atoll.peer.daemon.placing import VACANT_LOOK_S, Placing
 from atoll.peer.daemon.reducer import NetworkReducer
 from atoll.peer.pipeline.carrier import Carrier, Workbench
 from atoll.peer.pipeline.hop import Hop
 from atoll.peer.pipeline.messages import FrameShape
 from atoll.peer.pipeline.passes import HopRules
+from atoll.peer.pipeline.placement import StageNeeds
 from atoll.peer.pipeline.tallies import HopStatistics
+from atoll.peer.training.machine import memory_total
+from atoll.peer.training.opening import stage_sizes
 from atoll.peer.training.stage_learner import codecs_of
-from atoll.peer.training.stages import Shape
+from atoll.peer.training.stages import Shape, Slices
 
+DRAIN_S = 6.0  # the others read the roster each 2 s, and a record each 5 s
+STATE_BYTES = 8  # a parameter: its value and the outer step's memory, as a snapshot holds them
+DEVICE_BYTES = 16  # a parameter: its value, its gradient, and two moments of AdamW
 LOOK_S = 1.0  # between two looks for peers of the next stage; their records change each 5 s
 
 
@@ -39,6 +50,18 @@ class PipelineRun(LogRun):
         self.bench = Workbench()
         """The jobs of the trainer."""
         self._stage = env.spec.modules.index(env.module)
+        self._needs: tuple[StageNeeds, ...] = ()
+        self._placing = Placing(
+            env.spec.modules,
+            env.me,
+            env.module,
+            rebalance_s=env.spec.topology.rebalance_s,
+            moved=env.options.moved,
+        )
+        self.moves: Moved | None = None
+        """The move for which this peer leaves its stage."""
+        self.on_move: Callable[[], None] = lambda: None
+        """Called in the loop when this peer shall leave its stage."""
         self._carrier: Carrier | None = None
         self._thread: LoopThread[Peer] | None = None
 
@@ -52,13 +75,19 @@ class PipelineRun(LogRun):
         self._thread = thread
         return super().reducer(thread)
 
-    def open_stage(self, shape: Shape) -> None:
-        """Take passes from now on; called by the trainer, once it is built."""
-        assert self._thread is not None  # the trainer has a reducer
-        self._thread.ask(lambda: self._open(shape))
+    def open_stage(self, shape: Shape, needs: Sequence[StageNeeds]) -> None:
+        """Take passes from now on; called by the trainer, once it is built.
 
-    def _open(self, shape: Shape) -> None:
+        Args:
+            shape: of the model.
+            needs: of the run's stages.
+        """
+        assert self._thread is not None  # the trainer has a reducer
+        self._thread.ask(lambda: self._open(shape, needs))
+
+    def _open(self, shape: Shape, needs: Sequence[StageNeeds]) -> None:
         env = self._env
+        self._needs = tuple(needs)
         frames = frame_shape(env.spec, shape)
         hop = Hop(
             me=env.me.peer_id,
@@ -83,7 +112,22 @@ class PipelineRun(LogRun):
 
     async def run(self) -> None:
         """Hold rounds, and look for the peers of the next stage."""
-        await together(super().run(), self._keep_looking())
+        await together(super().run(), self._keep_looking(), self._keep_placing())
+
+    async def publish(self) -> None:
+        """Put this peer's record into the roster, with its place in the pipeline."""
+        view = self.progress.view()
+        module, place = self._placing.place(
+            tokens_per_s=view.able_tokens_per_s,
+            download_mbit_s=self.reporter.download_mbit_s,
+            device_bytes=memory_total(),
+            now_s=time.monotonic(),
+        )
+        if not self.progress.started:  # it fetches the state of its stage, or builds its trainer
+            place = replace(place, duty="moving")
+        await self._env.neighbours.publish(
+            self.epoch, self.position, view, module=module, place=place
+        )
 
     async def roster_peers(self) -> dict[str, PeerRecord]:
         """Return the peers of this stage and of those beside it, as far as they were seen."""
@@ -96,7 +140,31 @@ class PipelineRun(LogRun):
         """Give up what is in work, and close the rounds."""
         if self._carrier is not None:
             self._carrier.act(self._carrier.hop.withdraw(asyncio.get_running_loop().time()))
+        if self.moves is not None:  # its record says where it goes, until the next one does
+            self._env.node.roster.stay()
         await super().leave()
+
+    async def _keep_placing(self) -> None:
+        """Move to another stage once the run needs this peer there."""
+        while self.moves is None:
+            await asyncio.sleep(VACANT_LOOK_S)
+            has_begun = self.replica.opened is not None and bool(self._needs)
+            if not has_begun or self.progress.is_over(self.position) or self.progress.leaving:
+                continue
+            seen = self._env.neighbours.roster.seen
+            target = self._placing.look(self._needs, seen, time.monotonic())
+            if target is not None:
+                await self._set_out(target)
+
+    async def _set_out(self, target: str) -> None:
+        """Announce a move, finish what is in work, and let the trainer end."""
+        self._env.report("info", f"moves from {self._env.module} to {target}, which needs it more")
+        self.moves = Moved(module=target, came_from=self._env.module, at_s=time.monotonic())
+        await self.publish()
+        if self._carrier is not None:
+            self._carrier.act(self._carrier.hop.drain(asyncio.get_running_loop().time()))
+        await asyncio.sleep(DRAIN_S)  # until the others have read the record, and passes are back
+        self.on_move()
 
     async def _keep_looking(self) -> None:
         following = self._env.spec.modules[self._stage + 1 : self._stage + 2]
@@ -106,6 +174,18 @@ class PipelineRun(LogRun):
                 trainers = [each for each in seen if each.role == "trainer"]
                 self._carrier.look([each for each in trainers if each.module in following])
             await asyncio.sleep(LOOK_S)
+
+
+def stage_needs(spec: RunSpec, known: Slices) -> tuple[StageNeeds, ...]:
+    """Return what the stages of a run take of the peers that serve them."""
+    return tuple(
+        StageNeeds(
+            cost=max(1.0, float(flops)),
+            state_bytes=STATE_BYTES * params,
+            device_bytes=DEVICE_BYTES * params,
+        )
+        for flops, params in stage_sizes(spec, known)
+    )
 
 
 def frame_shape(spec: RunSpec, shape: Shape) -> FrameShape:

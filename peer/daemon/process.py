@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from logging.handlers import RotatingFileHandler
 from pathlib import Path
@@ -31,16 +31,17 @@ from atoll.optim.ranks.reducer import Led
 from atoll.optim.reducer import Reducer
 from atoll.optim.state.layout import Layout
 from atoll.peer.daemon.consent import Ask, Consent, needs_of
+from atoll.peer.daemon.loop_thread import LoopThread
 from atoll.peer.daemon.membership import expect_run
 from atoll.peer.daemon.network import WrongRole, open_peer
-from atoll.peer.daemon.options import PeerOptions
+from atoll.peer.daemon.options import Moved, PeerOptions
 from atoll.peer.daemon.peer import Peer
-from atoll.peer.daemon.pipeline_run import PipelineRun
+from atoll.peer.daemon.pipeline_run import PipelineRun, stage_needs
 from atoll.peer.daemon.reducer import NetworkReducer, RunReducer, TrainerView
 from atoll.peer.daemon.tally import Account
 from atoll.peer.errors import SavedStateError
 from atoll.peer.paths import PeerPaths
-from atoll.peer.training.opening import first_state
+from atoll.peer.training.opening import first_state, slices_of
 from atoll.peer.training.permission import Allowed, with_own_files
 from atoll.peer.training.ranks import OneRank, SeveralRanks
 from atoll.peer.training.stage_learner import StageLearner
@@ -186,48 +187,71 @@ def join_and_train(
     expect_run(paths, options.peer.invite.run_id)  # before a log file is written there
     narrator = Narrator(on_event)
     with log_file(paths):
-        try:
-            with options.ranks.leading():
-                thread = open_peer(
-                    options.peer,
-                    on_event=narrator.tell,
-                    on_phase=narrator.on_phase,
-                    stopping=stop,
-                    admit=Consent(
-                        paths=paths,
-                        run_id=options.peer.invite.run_id,
-                        allowed=options.allowed,
-                        data=options.data,
-                        tokenizer=options.tokenizer,
-                        init=options.init,
-                        yes=options.yes,
-                        ask=ask,
-                        show=lambda line: narrator.tell("info", line),
-                    ).admit,
-                    make_first=lambda spec, module: first_state(
-                        options.spec_with_own_files(spec), options.allowed, module=module
-                    ),
-                )
-        except KeyboardInterrupt:
-            return False
-        narrator.follow(thread.value)
-        try:
-            with closing(thread):
-                if thread.value.is_keeper:
-                    if options.ranks.size > 1:
-                        raise WrongRole(
-                            "the invite is for keepers, which do not train: start one process, "
-                            "without --gpus and --ranks"
-                        )
-                    is_over = _keep(options, thread.value, narrator, stop)
-                else:
-                    with closing(thread.value.run.reducer(thread)) as reducer:
-                        is_over = _train(options, reducer, narrator, stop)
-        except Exception as error:
-            narrator.emit("stopped", f"left the run: {error}", "error")
-            raise
-        narrator.emit("stopped", "left the run")
-        return is_over
+        while True:
+            stay = Stop()  # of one stage, if the run is a pipeline
+            stop.call(stay.set)
+            try:
+                thread = _open(options, narrator, stay, ask)
+            except KeyboardInterrupt:
+                return False
+            narrator.follow(thread.value)
+            try:
+                with closing(thread):
+                    is_over = _take_part(options, thread, narrator, stay)
+            except Exception as error:
+                narrator.emit("stopped", f"left the run: {error}", "error")
+                raise
+            moves = _move_of(thread.value)
+            if moves is None or stop.is_set():
+                narrator.emit("stopped", "left the run")
+                return is_over
+            # The same peer in another log: it leaves one cleanly, and recovers the other.
+            options = replace(options, peer=replace(options.peer, moved=moves))
+
+
+def _open(options: RunOptions, narrator: Narrator, stop: Stop, ask: Ask | None) -> LoopThread[Peer]:
+    """Join and recover. Raises KeyboardInterrupt if `stop` is set meanwhile."""
+    with options.ranks.leading():
+        return open_peer(
+            options.peer,
+            on_event=narrator.tell,
+            on_phase=narrator.on_phase,
+            stopping=stop,
+            admit=Consent(
+                paths=PeerPaths(root=options.peer.state_dir),
+                run_id=options.peer.invite.run_id,
+                allowed=options.allowed,
+                data=options.data,
+                tokenizer=options.tokenizer,
+                init=options.init,
+                yes=options.yes,
+                ask=ask,
+                show=lambda line: narrator.tell("info", line),
+            ).admit,
+            make_first=lambda spec, module: first_state(
+                options.spec_with_own_files(spec), options.allowed, module=module
+            ),
+        )
+
+
+def _take_part(
+    options: RunOptions, thread: LoopThread[Peer], narrator: Narrator, stop: Stop
+) -> bool:
+    """Train, or lead and vote; return whether the run is complete."""
+    if not thread.value.is_keeper:
+        with closing(thread.value.run.reducer(thread)) as reducer:
+            return _train(options, reducer, narrator, stop)
+    if options.ranks.size > 1:
+        raise WrongRole(
+            "the invite is for keepers, which do not train: start one process, without --gpus and "
+            "--ranks"
+        )
+    return _keep(options, thread.value, narrator, stop)
+
+
+def _move_of(peer: Peer) -> Moved | None:
+    """Return the move for which a peer of a pipeline has left its stage."""
+    return peer.run.moves if isinstance(peer.run, PipelineRun) else None
 
 
 def _keep(options: RunOptions, peer: Peer, narrator: Narrator, stop: Stop) -> bool:
@@ -273,7 +297,10 @@ def _train(options: RunOptions, reducer: RunReducer, narrator: Narrator, stop: S
         ),
     )
     if isinstance(peer.run, PipelineRun) and isinstance(trainer.learner, StageLearner):
-        peer.run.open_stage(trainer.learner.model.shape)
+        shape = trainer.learner.model.shape
+        known = slices_of(spec, shape.vocab_size, options.allowed)
+        peer.run.on_move = stop.set
+        peer.run.open_stage(shape, stage_needs(spec, known))
     stop.call(trainer.stop)
     reducer.progress.watch(lambda: view_of(trainer))
     if run["has_state"]:
@@ -483,7 +510,7 @@ def wait_until_stored(
 
 def view_of(trainer: Trainer) -> TrainerView:
     """Return what a peer reports about its trainer."""
-    stats = trainer.statistics()
+    stats, learner = trainer.statistics(), trainer.learner
     return TrainerView(
         ready_in_s=stats.ready_in_s,
         step_s=stats.pace_s,
@@ -491,6 +518,7 @@ def view_of(trainer: Trainer) -> TrainerView:
         inner_steps=stats.inner_steps,
         tokens=stats.tokens,
         tokens_per_s=stats.tokens_per_s,
+        able_tokens_per_s=learner.tokens_per_s if isinstance(learner, StageLearner) else 0.0,
         loss=_finite(stats.loss),
         valid_loss=_finite(stats.valid_loss) if stats.valid_is_new else None,
         utilisation=stats.utilisation,

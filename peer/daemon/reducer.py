@@ -66,6 +66,8 @@ class TrainerView:
     inner_steps: int = 0
     tokens: int = 0
     tokens_per_s: float = 0.0
+    able_tokens_per_s: float = 0.0
+    """That a stage of a pipeline can do if there is always work; 0 if unknown."""
     loss: float | None = None
     valid_loss: float | None = None
     utilisation: float = 1.0

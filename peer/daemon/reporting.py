@@ -176,6 +176,11 @@ class Meter:
         self._at_s: float | None = None
         self._last = LinkUse(capacity_mbit_s=declared_mbit_s)
 
+    @property
+    def capacity_mbit_s(self) -> float:
+        """The capacity as of the last reading; 0 if unknown."""
+        return self._last.capacity_mbit_s
+
     def read(self, wire_bytes: int, now_s: float) -> LinkUse:
         """Take a reading of a growing counter; return the use since the last one."""
         if self._at_s is None:
@@ -277,6 +282,11 @@ class Reporter:
         self.recoveries = 0
         self.leaving = False
         self._flow: Callable[[], HopStatistics | None] = lambda: None
+
+    @property
+    def download_mbit_s(self) -> float:
+        """Measured or declared capacity of the downlink; 0 if unknown."""
+        return self._down.capacity_mbit_s
 
     def watch_flow(self, flow: Callable[[], HopStatistics | None]) -> None:
         """Report what flows through this peer of a pipeline from now on."""

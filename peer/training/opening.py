@@ -128,6 +128,16 @@ def stage_slices(spec: RunSpec, known: stages.Slices, module: str) -> range:
     return known.cut(spec.topology.stages)[spec.modules.index(module)]
 
 
+def stage_sizes(spec: RunSpec, known: stages.Slices) -> list[tuple[int, int]]:
+    """Return, for each stage of a pipeline, its operations per token and its parameters."""
+    found = []
+    for module in spec.modules:
+        run = stage_slices(spec, known, module)
+        flops = sum(known.flops_per_token[run.start : run.stop])
+        found.append((flops, known.layout(run).numel))
+    return found
+
+
 def build_stage(spec: RunSpec, module: str, vocab_size: int, allowed: Allowed) -> stages.StageModel:
     """Build one stage of a pipeline on the CPU, with weights drawn from the run's seed.
 

@@ -39,6 +39,8 @@ from atoll.peer.training.stages import StageModel
 
 _log = logging.getLogger(__name__)
 
+RATE_S = 60.0  # of computing, over which the rate of a stage is measured
+KNOWN_AFTER = 4  # microbatches: the first passes are slow
 POLL_S = 0.2  # between two looks whether the trainer shall stop, while nothing flows
 
 
@@ -46,7 +48,7 @@ class StoppedInStep(Exception):
     """The trainer was stopped, or its run ended, before the step had its microbatches."""
 
 
-class Draw(Protocol):
+class DrawMicrobatch(Protocol):
     """Draws microbatches at the first stage."""
 
     def __call__(self, *, trains: bool) -> Tensor:
@@ -81,7 +83,7 @@ class StageLearner:
         bench: Workbench,
         codecs: Codecs,
         *,
-        draw: Draw | None = None,
+        draw: DrawMicrobatch | None = None,
         total_steps: int,
         optimizer: InnerName = "adamw",
         is_stopped: Callable[[], bool],
@@ -121,6 +123,9 @@ class StageLearner:
         """jobs that came after a step, while it could not be taken"""
         self.waited_s = 0.0
         """Seconds without a job."""
+        self._busy_s = self._busy_tokens = 0.0
+        """recent seconds of computing, and tokens of microbatches that they brought to an end"""
+        self._num_counted = 0
         self._owes_step = False
         """whether the flow waits to hear that the last step is taken"""
 
@@ -192,6 +197,11 @@ class StageLearner:
         elif job is not None:
             self._do(job)
 
+    @property
+    def tokens_per_s(self) -> float:
+        """Tokens a second that this stage can do if there is always work; 0 before it is known."""
+        return self._busy_tokens / self._busy_s if self._num_counted >= KNOWN_AFTER else 0.0
+
     def clear(self) -> None:
         """Drop the gradient."""
         self.optimizer.zero_grad(set_to_none=True)
@@ -234,8 +244,10 @@ class StageLearner:
             return
         if isinstance(job, MicrobatchEnded):
             return  # of an evaluation that was given up
+        began_s = time.perf_counter()
         try:
             self._run(job)
+            self._busy_s += time.perf_counter() - began_s
         except (RuntimeError, ValueError) as error:
             # Also out of memory: the flow gives the microbatch up, and this peer goes on.
             _log.warning("a microbatch is given up: its %s failed: %s", job.kind, error)
@@ -308,6 +320,10 @@ class StageLearner:
 
     def _count(self, found: WeightGradients, loss: float) -> None:
         self.compute.add(found)
+        self._busy_tokens += found.tokens
+        self._num_counted += 1
+        if self._busy_s > RATE_S:  # older ones count ever less
+            self._busy_s, self._busy_tokens = self._busy_s / 2, self._busy_tokens / 2
         if math.isfinite(loss):
             self._loss_sum += loss
             self._losses += 1

@@ -18,7 +18,7 @@ from contextlib import suppress
 from atoll.dht import clock
 from atoll.dht.addresses import TCP
 from atoll.dht.node import Node
-from atoll.dht.roster import PeerRecord, Roster, RosterError, RosterRole
+from atoll.dht.roster import PeerRecord, Roster, RosterError, RosterRole, StagePlace
 from atoll.dht.tasks import together
 from atoll.dht.transport import TransportError
 from atoll.optim.log.entry import Elector
@@ -171,8 +171,24 @@ class Neighbours:
         self._module = module
         self._keep_addresses = keep_addresses
 
-    async def publish(self, epoch: int, position: int, view: TrainerView) -> None:
-        """Publish where this peer is; if the DHT does not take it, the next time will do."""
+    async def publish(
+        self,
+        epoch: int,
+        position: int,
+        view: TrainerView,
+        *,
+        module: str | None = None,
+        place: StagePlace | None = None,
+    ) -> None:
+        """Publish where this peer is; if the DHT does not take it, the next time will do.
+
+        Args:
+            epoch: of its log.
+            position: entries that it has applied.
+            view: of its trainer.
+            module: that it serves, or goes to; by default that of its log.
+            place: in a pipeline, its place there.
+        """
         record = PeerRecord(
             peer_id=self._me.peer_id,
             addresses=tuple(self._node.addresses),
@@ -187,7 +203,8 @@ class Neighbours:
             step_s=view.step_s,
             relay_mbit_s=self._node.relaying.mbit_s,
             protocol=PROTOCOL,
-            module=self._module,
+            module=self._module if module is None else module,
+            place=place,
         )
         with suppress(*ROSTER_ERRORS):
             await self.roster.publish(record, RECORD_TTL_S)

@@ -92,6 +92,24 @@ def test_a_peer_that_restarts_serves_its_stage_again(pipeline, start):
     assert {each.position for each in organiser.status().modules} == {6}
 
 
+def test_a_stage_that_its_last_peer_leaves_is_filled_where_it_stood(pipeline):
+    organiser, running = pipeline(peers=4, rounds=6)
+    wait_for(lambda: organiser.status().position >= 1, running)
+    last = next(p for p in organiser.status().peers if p.module == "stage-3")
+    index = int(last.name.removeprefix("peer-"))
+    running[index].stop.set()
+    running[index].join()
+    others = [peer for peer in running if peer is not running[index]]
+    assert all(peer.join() for peer in others)
+    assert organiser.status().state == "finished"
+    movers = [peer for peer in others if peer.said("moves from stage-1 to stage-3")]
+    assert len(movers) == 1
+    # Not from its beginning: it stands on what the one before it had decided.
+    log = organiser.up.coordinator.logs["stage-3"]
+    assert log.head().position == 6 and log.replica.epoch > 0
+    assert movers[0].said("recovered from position 0")
+
+
 def test_the_owner_is_told_of_the_stage(pipeline):
     _, running = pipeline(rounds=1)
     assert all(peer.join() for peer in running)

@@ -16,7 +16,7 @@ RELAY_MBIT_S = 25.0  # enough for the control streams of hundreds; bodies go thr
 
 
 @dataclass(frozen=True, kw_only=True)
-class Moved:
+class StageMove:
     """A move from one stage of a pipeline to another."""
 
     module: str
@@ -48,7 +48,7 @@ class PeerOptions:
     rates: LinkRates = field(default_factory=LinkRates)
     relay_mbit_s: float = RELAY_MBIT_S
     """Bandwidth for streams of peers behind NATs, if others can dial this peer; 0: none."""
-    moved: Moved | None = None
+    moved: StageMove | None = None
     """The move by which it joins, in a pipeline; None takes the module of its last start."""
 
     def __post_init__(self) -> None:

@@ -19,7 +19,7 @@ from atoll.dht.roster import PeerRecord
 from atoll.dht.tasks import together
 from atoll.peer.daemon.log_run import LogRun
 from atoll.peer.daemon.loop_thread import LoopThread
-from atoll.peer.daemon.options import Moved
+from atoll.peer.daemon.options import StageMove
 from atoll.peer.daemon.peer import Environment, Peer
 from atoll.peer.daemon.placing import VACANT_LOOK_S, Placing
 from atoll.peer.daemon.reducer import NetworkReducer
@@ -58,7 +58,7 @@ class PipelineRun(LogRun):
             rebalance_s=env.spec.topology.rebalance_s,
             moved=env.options.moved,
         )
-        self.moves: Moved | None = None
+        self.moves: StageMove | None = None
         """The move for which this peer leaves its stage."""
         self.on_move: Callable[[], None] = lambda: None
         """Called in the loop when this peer shall leave its stage."""
@@ -159,7 +159,7 @@ class PipelineRun(LogRun):
     async def _set_out(self, target: str) -> None:
         """Announce a move, finish what is in work, and let the trainer end."""
         self._env.report("info", f"moves from {self._env.module} to {target}, which needs it more")
-        self.moves = Moved(module=target, came_from=self._env.module, at_s=time.monotonic())
+        self.moves = StageMove(module=target, came_from=self._env.module, at_s=time.monotonic())
         await self.publish()
         if self._carrier is not None:
             self._carrier.act(self._carrier.hop.drain(asyncio.get_running_loop().time()))

@@ -15,7 +15,7 @@ from contextlib import suppress
 
 from atoll.dht.roster import PeerRecord, StagePlace
 from atoll.optim.log.entry import Elector
-from atoll.peer.daemon.options import Moved
+from atoll.peer.daemon.options import StageMove
 from atoll.peer.pipeline.placement import (
     PEER_COOLDOWN_S,
     STAGE_COOLDOWN_S,
@@ -42,7 +42,7 @@ class Placing:
         module: str,
         *,
         rebalance_s: float,
-        moved: Moved | None = None,
+        moved: StageMove | None = None,
     ) -> None:
         """Begin at a module.
 

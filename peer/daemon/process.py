@@ -34,7 +34,7 @@ from atoll.peer.daemon.consent import Ask, Consent, needs_of
 from atoll.peer.daemon.loop_thread import LoopThread
 from atoll.peer.daemon.membership import expect_run
 from atoll.peer.daemon.network import WrongRole, open_peer
-from atoll.peer.daemon.options import Moved, PeerOptions
+from atoll.peer.daemon.options import PeerOptions, StageMove
 from atoll.peer.daemon.peer import Peer
 from atoll.peer.daemon.pipeline_run import PipelineRun, stage_needs
 from atoll.peer.daemon.reducer import NetworkReducer, RunReducer, TrainerView
@@ -249,7 +249,7 @@ def _take_part(
     return _keep(options, thread.value, narrator, stop)
 
 
-def _move_of(peer: Peer) -> Moved | None:
+def _move_of(peer: Peer) -> StageMove | None:
     """Return the move for which a peer of a pipeline has left its stage."""
     return peer.run.moves if isinstance(peer.run, PipelineRun) else None
 

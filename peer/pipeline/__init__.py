@@ -1,4 +1,21 @@
 """Pipelines: a model in stages, and microbatches that peers push from stage to stage.
 
-`hop.Hop` is the machine of one peer; `placement` decides which stage a peer serves.
+`Hop` is the machine of one peer, which a `Carrier` connects to the network and the trainer;
+`placement` decides which stage a peer serves. The package loads a module with its first use.
 """
+
+from typing import TYPE_CHECKING
+
+from atoll.coordinator.exports import exports
+
+if TYPE_CHECKING:
+    from atoll.peer.pipeline.carrier import Carrier, Workbench
+    from atoll.peer.pipeline.hop import Hop
+    from atoll.peer.pipeline.passes import HopRules
+
+__all__ = ["Carrier", "Hop", "HopRules", "Workbench"]
+
+__getattr__ = exports(
+    __name__,
+    {"Carrier": "carrier", "Hop": "hop", "HopRules": "passes", "Workbench": "carrier"},
+)

@@ -6,9 +6,11 @@ import time
 import pytest
 import torch
 
+from atoll.optim.state.layout import Layout
 from atoll.peer.daemon.network import WrongRole
 from atoll.peer.training.opening import first_state
 from atoll.peer.training.permission import Allowed
+from atoll.peer.training.trained import load_checkpoint
 
 STAGES = ("stage-1", "stage-2", "stage-3")
 
@@ -31,13 +33,13 @@ def pipeline(organise, kit, start):
         running = []
         for index in range(peers):
             running.append(start(organiser.invite, f"peer-{index}", share=1.0))
-            wait_for(lambda: len(organiser.status().peers) > index, running)
+            wait_for(lambda: len(organiser.status().peers) == len(running), running)
         return organiser, running
 
     return begin
 
 
-def wait_for(condition, running):
+def wait_for(condition, running=()):
     deadline_s = time.monotonic() + 60
     while not condition():
         failed = [peer.error for peer in running if peer.error is not None]
@@ -64,6 +66,13 @@ def test_three_stages_train_one_model(pipeline):
         assert not torch.equal(begun.params_N, log.replica.state.params_N)
         losses = [row.loss for row in log.rounds.newest()]
         assert len(losses) == 2 and all(0 < loss < 2 * math.log(256) for loss in losses)
+    # The checkpoints of the stages are one model.
+    folder = organiser.folder / "checkpoints"
+    wait_for(lambda: all((folder / each / "tiny-00000002.safetensors").exists() for each in logs))
+    trained = load_checkpoint(folder)
+    whole_N = torch.cat([logs[name].replica.state.params_N for name in STAGES])
+    assert torch.equal(Layout.of(trained.model).flatten(trained.model), whole_N)
+    assert trained.position == 2
 
 
 def test_a_stage_of_two_peers_shares_the_flow_and_the_log(pipeline):

@@ -6,7 +6,7 @@ import pytest
 
 from atoll.dht.roster import PeerRecord, StagePlace
 from atoll.optim.log.entry import Elector
-from atoll.peer.daemon.options import Moved
+from atoll.peer.daemon.options import StageMove
 from atoll.peer.daemon.placing import Placing
 from atoll.peer.pipeline.placement import (
     CONFIRM_S,
@@ -122,7 +122,7 @@ def test_a_mover_announces_where_it_goes_and_from_where():
     ],
 )
 def test_a_move_is_forgotten_after_a_while(since_s, came_from, is_rested):
-    moved = Moved(module="stage-2", came_from="stage-1", at_s=100.0)
+    moved = StageMove(module="stage-2", came_from="stage-1", at_s=100.0)
     arrived = placing(module="stage-2", moved=moved)
     module, place = arrived.place(
         tokens_per_s=0.0, download_mbit_s=0.0, device_bytes=0, now_s=100.0 + since_s

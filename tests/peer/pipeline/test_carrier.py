@@ -234,7 +234,7 @@ def test_a_payload_that_does_not_fit_its_header_is_refused(damage):
     with_members(use, "last")
 
 
-def test_an_announced_length_beyond_the_runs_is_refused_before_a_byte_is_read():
+def test_a_length_beyond_the_runs_is_refused_unread():
     async def use(network, first, last):
         stranger = network.transport("stranger")
         announced, _ = header(rows=2**30, sequences=2**27)

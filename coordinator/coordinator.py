@@ -18,7 +18,7 @@ from atoll.coordinator.admission_control import AdmissionControl, Refusal, Refus
 from atoll.coordinator.history import EventLog, History
 from atoll.coordinator.invites import InviteDesk, InvitesError
 from atoll.coordinator.kept_log import KeptLog, LogParts, Surroundings
-from atoll.coordinator.module_status import with_peers
+from atoll.coordinator.module_status import with_peers, with_valid_losses
 from atoll.coordinator.policies import electable
 from atoll.coordinator.presence import Presence, mean
 from atoll.coordinator.run.keys import RunKeys
@@ -31,6 +31,7 @@ from atoll.coordinator.run.status import (
     ModuleStatus,
     PeerStatus,
     RoundReport,
+    RoundSummary,
     RunState,
     RunStatus,
 )
@@ -281,7 +282,7 @@ class Coordinator:
         now_s, log = self._steady(), self.log
         alive = [m.status for m in self.presence.alive(now_s)]
         trainers = [s for s in alive if s.role == "trainer"]
-        history = log.rounds.newest()
+        history = self._history()
         return RunStatus(
             run_name=self.spec.run.name,
             run_id=self.run_id.hex(),
@@ -309,6 +310,12 @@ class Coordinator:
             params=sum(each.params for each in self.logs.values()),
             modules=self._modules(trainers, now_s),
         )
+
+    def _history(self) -> list[RoundSummary]:
+        """Return the newest rounds; of a pipeline those of the last stage."""
+        first, *others = self.logs.values()
+        measured = first.rounds.newest()
+        return with_valid_losses(self.log.rounds.newest(), measured) if others else measured
 
     def _modules(self, trainers: Sequence[PeerStatus], now_s: float) -> list[ModuleStatus]:
         """Return how each module of a pipeline is; none of a dense run's only one."""

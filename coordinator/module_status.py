@@ -1,11 +1,15 @@
-"""How the modules of a run are: what their peers report, and which one the others wait for."""
+"""How the modules of a run are: what their peers report, and which one the others wait for.
+
+In a pipeline the last stage knows the training loss, and the first one, which draws the text, the
+loss on held-out text.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from atoll.coordinator.run.status import FlowStatus, ModuleStatus, PeerStatus
+from atoll.coordinator.run.status import FlowStatus, ModuleStatus, PeerStatus, RoundSummary
 
 # Of the time: stages that compute for about equally long take turns at being the busiest.
 CLEARLY_BUSIER = 0.02
@@ -25,6 +29,14 @@ def with_peers(
         if peer.module in of_module:
             of_module[peer.module].append(peer)
     return with_binding([_with_peers(module, of_module[module.name]) for module in modules])
+
+
+def with_valid_losses(
+    history: Sequence[RoundSummary], measured: Sequence[RoundSummary]
+) -> list[RoundSummary]:
+    """Return rounds of the last stage with the validation losses that the first one reports."""
+    found = {row.position: row.valid_loss for row in measured}
+    return [replace(row, valid_loss=found.get(row.position)) for row in history]
 
 
 def with_binding(modules: Sequence[ModuleStatus]) -> list[ModuleStatus]:

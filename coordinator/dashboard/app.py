@@ -35,6 +35,7 @@ from atoll.coordinator.dashboard.panes import (
     PhasesPane,
     RoundsPane,
     RunHeader,
+    StagesPane,
 )
 from atoll.coordinator.dashboard.themes import DARK, LIGHT
 from atoll.coordinator.report.feed import INTERVAL_S, Feed, FeedError, read, retry_s
@@ -42,6 +43,7 @@ from atoll.coordinator.report.view import View
 from atoll.coordinator.run.status import RunStatus
 
 LOWER_PANES = ("loss", "phases", "rounds", "events")
+UPPER_PANES = ("stages", "peers")  # shown on every screen; the stages in a pipeline alone
 
 
 class DashboardApp(App[None]):
@@ -73,7 +75,7 @@ class DashboardApp(App[None]):
         Binding("question_mark", "help", "Help"),
         *(
             Binding(str(number), f"pane('{name}')", show=False)
-            for number, name in enumerate(("peers", *LOWER_PANES), start=1)
+            for number, name in enumerate((*UPPER_PANES, *LOWER_PANES))
         ),
     ]
 
@@ -116,8 +118,9 @@ class DashboardApp(App[None]):
         self._mounted = False
 
     def compose(self) -> ComposeResult:
-        """Lay out the header, peers, four panes and keys."""
+        """Lay out the header, stages, peers, four panes and keys."""
         yield RunHeader(id="header")
+        yield StagesPane(id="stages")
         yield PeersPane(id="peers")
         with Container(id="lower"):
             yield LossPane(id="loss", classes="-current")
@@ -222,6 +225,8 @@ class DashboardApp(App[None]):
 
     def action_pane(self, name: str) -> None:
         """Show a pane and focus it."""
+        if name not in self._order:
+            return
         if self.screen.maximized is not None:
             self.screen.minimize()
         if name in LOWER_PANES:
@@ -233,10 +238,16 @@ class DashboardApp(App[None]):
         """Focus the next or previous pane, hidden ones included."""
         if isinstance(self.screen, Help):
             return
-        order = ("peers", *LOWER_PANES)
+        order = self._order
         here = self.focused.id if self.focused is not None else None
         index = order.index(here) if here in order else 0
         self.action_pane(order[(index + step) % len(order)])
+
+    @property
+    def _order(self) -> tuple[str, ...]:
+        """The panes of this run, in the order in which the tab key visits them."""
+        status = self.view.status
+        return (*UPPER_PANES[0 if status and status.modules else 1 :], *LOWER_PANES)
 
     def on_pane_seen(self) -> None:
         """Update the pane titles, which name the hidden panes."""
@@ -245,7 +256,7 @@ class DashboardApp(App[None]):
     def _name_panes(self) -> None:
         hides = any(not pane.display for pane in self.query("#lower > Pane").results(Pane))
         for pane in self.query(Pane):
-            names = [pane.heading] if pane.id == "peers" or not hides else list(LOWER_PANES)
+            names = [pane.heading] if pane.id in UPPER_PANES or not hides else list(LOWER_PANES)
             pane.border_title = " ".join(
                 name if name == pane.id else f"[not b $dim]{name}[/]" for name in names
             )

@@ -81,13 +81,15 @@ def _name(title: str, status: RunStatus | None) -> Content:
         return Content.assemble(brand)
     state = text.clean(status.state, num_max=16)
     chip = (f" {state.upper()} ", STATE_STYLES.get(status.state, "bold reverse"))
-    return Content.assemble(
-        brand,
-        (text.clean(status.run_name, num_max=32), "bold $text-plain"),
-        "  ",
-        chip,
-        ("  chain ", "$dim"),
-        (text.short_hash(status.chain), "$accent"),
+    front = Content.assemble(
+        brand, (text.clean(status.run_name, num_max=32), "bold $text-plain"), "  ", chip
+    )
+    if status.modules:  # each has a chain of its own
+        return front + Content.assemble(
+            (f"  {len(status.modules)}", "$accent"), (" stages", "$dim")
+        )
+    return front + Content.assemble(
+        ("  chain ", "$dim"), (text.short_hash(status.chain), "$accent")
     )
 
 
@@ -144,7 +146,7 @@ def _facts(status: RunStatus, rate: Content) -> list[Fact]:
     here = _bold(str(num_present(status))) + Content.assemble((f"/{len(status.peers)}", "$dim"))
     facts = [
         ("loss", _bold(text.loss_text(status.loss))),
-        ("valid", _bold(text.loss_text(status.valid_loss))),
+        *([("valid", _bold(text.loss_text(status.valid_loss)))] if _is_measured(status) else []),
         ("tokens/s", rate),
         ("tokens", _bold(text.count(status.tokens_total))),
         ("util", _utilisation(status)),
@@ -160,6 +162,11 @@ def _facts(status: RunStatus, rate: Content) -> list[Fact]:
     if status.epoch:
         facts.append(("epoch", _bold(str(status.epoch))))
     return facts
+
+
+def _is_measured(status: RunStatus) -> bool:
+    """Return whether a validation loss is to be expected."""
+    return not status.modules or status.valid_loss is not None
 
 
 def _bold(value: str) -> Content:

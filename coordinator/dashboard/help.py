@@ -14,6 +14,7 @@ from atoll.coordinator.dashboard.marks import PHASES, legend
 
 _KEYS: Final = (
     ("tab, 1-5", "pane: peers, loss, phases, rounds, events"),
+    ("0, ← →", "pane: stages of a pipeline; scroll them"),
     ("↑ ↓ pgup pgdn", "choose a peer or round; scroll the events"),
     ("l", "linear or logarithmic loss"),
     ("s", "smoothed or raw loss"),
@@ -28,6 +29,7 @@ _WORDS: Final = (
     ("up, down", "share of the link's measured speed in use"),
     ("bytes", "counted on the wire, in both directions"),
     ("seen", "time since the peer's last report"),
+    ("binds", "the other stages wait for this one"),
 )
 _WORD_CELLS: Final = 15
 

@@ -9,16 +9,18 @@ from textual import events
 from textual.binding import Binding, BindingType
 from textual.content import Content
 from textual.geometry import Size
+from textual.markup import escape
 from textual.message import Message
 from textual.widget import Widget
 
-from atoll.coordinator.dashboard import peers, rounds
+from atoll.coordinator.dashboard import peers, rounds, stages
 from atoll.coordinator.dashboard.chart import Series, plot, smoothed
 from atoll.coordinator.dashboard.events import log_lines
 from atoll.coordinator.dashboard.grid import GridState, RowT
 from atoll.coordinator.dashboard.grid import render as render_grid
 from atoll.coordinator.dashboard.header import header, num_lines
 from atoll.coordinator.report.view import View, label, names, num_present, sorted_peers
+from atoll.coordinator.run import text
 from atoll.coordinator.run.status import PeerStatus, RoundSummary
 
 MIN_SMOOTHED = 3  # fewer rounds have no noise to smooth
@@ -189,14 +191,69 @@ class GridPane(LinesPane, Generic[RowT]):
             self.action_move(self.state.top + offset.y - 1 - self.state.cursor)
 
 
+class StagesPane(Pane):
+    """The stages of a pipeline as columns; hidden in a dense run, by the style sheet."""
+
+    heading = "stages"
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("left", "scroll_to(-1)", show=False),
+        Binding("right", "scroll_to(1)", show=False),
+    ]
+    first = 0
+    """Index of the leftmost stage in view."""
+
+    def facts(self, view: View) -> object:
+        """Return the stages and their peers."""
+        return view.status and (view.status.modules, view.status.peers)
+
+    def changed(self) -> None:
+        """Resize the pane to the most peers of a stage."""
+        status = self.view.status
+        self.screen.set_class(bool(status and status.modules), "-staged")
+        self._name_range()
+        self.refresh(layout=True)
+
+    def on_resize(self) -> None:
+        """Name the stages that fit now."""
+        self.action_scroll_to(0)
+
+    def action_scroll_to(self, num_stages: int) -> None:
+        """Move the view by this many stages."""
+        status = self.view.status
+        if status is not None:
+            last = len(status.modules) - stages.num_columns(status, self.size.width)
+            self.first = min(max(0, self.first + num_stages), max(0, last))
+            self._name_range()
+            self.refresh()
+
+    def _name_range(self) -> None:
+        status = self.view.status
+        total = len(status.modules) if status is not None else 0
+        count = stages.num_columns(status, self.size.width) if status is not None else 0
+        hidden = f"{self.first + 1} to {self.first + count} of {total} · ← → for the others"
+        self.border_subtitle = hidden if count < total else ""
+
+    def get_content_height(self, container: Size, viewport: Size, width: int) -> int:
+        """Return as many lines as the facts and the peers need; the style sheet limits it."""
+        return stages.num_lines(self.view.status) if self.view.status is not None else 1
+
+    def render(self) -> Content:
+        """Draw the columns."""
+        status = self.view.status
+        if status is None:
+            return Content("")
+        width, height = self.size
+        return stages.columns(status, width, height, first=self.first)
+
+
 class PeersPane(GridPane[PeerStatus]):
     """The table of peers, with details of the chosen one."""
 
     heading = "peers"
 
     def facts(self, view: View) -> object:
-        """Return what peers report."""
-        return view.status and view.status.peers
+        """Return what peers report, and whether they serve stages."""
+        return view.status and (view.status.peers, bool(view.status.modules))
 
     def rows(self) -> Sequence[PeerStatus]:
         """Return the peers, sorted by name."""
@@ -223,8 +280,9 @@ class PeersPane(GridPane[PeerStatus]):
     def render(self) -> Content:
         """Draw the table and the details."""
         width = self.size.width
+        is_staged = bool(self.view.status and self.view.status.modules)
         grid = render_grid(
-            peers.COLUMNS,
+            peers.STAGED_COLUMNS if is_staged else peers.COLUMNS,
             self.rows(),
             width,
             self.grid_height,
@@ -243,7 +301,14 @@ class RoundsPane(GridPane[RoundSummary]):
     def facts(self, view: View) -> object:
         """Return rounds, names of missing peers, and gaps in the stored updates."""
         status = view.status
-        return status and (status.history, names(status), status.gaps)
+        return status and (status.history, names(status), status.gaps, bool(status.modules))
+
+    def changed(self) -> None:
+        """Name the stage whose rounds these are."""
+        super().changed()
+        status = self.view.status
+        staged = status is not None and status.modules
+        self.border_subtitle = escape(f"of {text.clean(staged[-1].name)}") if staged else ""
 
     def rows(self) -> Sequence[RoundSummary]:
         """Return the rounds, newest first."""

@@ -21,9 +21,11 @@ from atoll.coordinator.report.view import (
     label,
     shown_state,
     utilisation_of,
+    waited_for,
 )
 from atoll.coordinator.run import text
-from atoll.coordinator.run.status import PeerStatus
+from atoll.coordinator.run.status import FlowStatus, PeerStatus
+from atoll.coordinator.run.text import ABSENT
 
 _STATE_STYLES: Final = {
     "joining": "$warn",
@@ -156,6 +158,16 @@ COLUMNS: Final[tuple[Column[PeerStatus], ...]] = (
 )  # fmt: skip
 
 
+STAGED_COLUMNS: Final[tuple[Column[PeerStatus], ...]] = (
+    COLUMNS[0],
+    Column(
+        title="stage", width=8, priority=1, draw=lambda p, w: _plain(text.clean(p.module) or ABSENT)
+    ),
+    *COLUMNS[1:],
+)
+"""Those of a pipeline's peers."""
+
+
 def row_style(peer: PeerStatus) -> str:
     """Dim the whole row of a peer that is gone."""
     return "dim" if is_gone(peer) else ""
@@ -167,8 +179,9 @@ def details(peer: PeerStatus | None, width: int) -> Content:
         return Content.assemble((" no peer has joined yet", "$dim"), "\n")
     facts = [
         ("id", text.short_id(peer.peer_id)),
+        *(_flow(peer.flow) if peer.flow is not None else ()),
         ("on", text.clean(peer.device, num_max=32)),
-        ("valid", text.loss_text(peer.valid_loss)),
+        *((("valid", text.loss_text(peer.valid_loss)),) if _is_measured(peer) else ()),
         ("counted", counted_rounds(peer)),
         ("sent", text.size(peer.wire_bytes_sent)),
         ("received", text.size(peer.wire_bytes_received)),
@@ -187,6 +200,22 @@ def details(peer: PeerStatus | None, width: int) -> Content:
             break
         line += piece
     return line + Content("\n") + _last_round(peer, width)
+
+
+def _is_measured(peer: PeerStatus) -> bool:
+    """Return whether a validation loss is to be expected: a stage alone has none."""
+    return not peer.module or peer.valid_loss is not None
+
+
+def _flow(flow: FlowStatus) -> list[tuple[str, str]]:
+    return [
+        ("waits for", waited_for(flow.waits_for)),
+        ("in flight", str(flow.in_flight)),
+        ("queued", str(flow.queued)),
+        ("omitted", str(flow.num_omitted)),
+        ("sent again", str(flow.resends)),
+        ("counted twice", str(flow.double_counts)),
+    ]
 
 
 def reach_text(peer: PeerStatus) -> str:

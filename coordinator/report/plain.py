@@ -16,6 +16,7 @@ from atoll.coordinator.report.feed import INTERVAL_S, Feed, FeedError, read, ret
 from atoll.coordinator.report.view import (
     IMPORTANT,
     apart,
+    binding,
     counted_rounds,
     event_text,
     gap_text,
@@ -29,6 +30,7 @@ from atoll.coordinator.report.view import (
     sorted_peers,
     utilisation,
     utilisation_of,
+    waited_for,
     waits_for,
     without,
 )
@@ -36,6 +38,7 @@ from atoll.coordinator.run import text
 from atoll.coordinator.run.status import (
     CANNOT_REACH,
     Event,
+    ModuleStatus,
     PeerStatus,
     RoundSummary,
     RunStatus,
@@ -152,6 +155,8 @@ def _rate(row: RoundSummary, before: RoundSummary | None, status: RunStatus) -> 
 
 def _members(row: RoundSummary, status: RunStatus) -> str:
     members = f"{row.members} peer{'' if row.members == 1 else 's'}"
+    if status.modules:  # its rounds are those of the last stage, where the loss is known
+        members += f" of {text.clean(status.modules[-1].name)}"
     absent = without(row, names(status))
     return f"{members} (without {'; '.join(absent)})" if absent else members
 
@@ -256,8 +261,8 @@ def render_status(status: RunStatus) -> str:
     facts = [
         ("state", status.state),
         ("round", f"{status.position}{goal}, epoch {status.epoch}"),
-        ("chain", text.clean(status.chain) or text.ABSENT),
-        ("loss", f"{text.loss_text(status.loss)}, validation {text.loss_text(status.valid_loss)}"),
+        *([] if status.modules else [("chain", text.clean(status.chain) or text.ABSENT)]),
+        ("loss", _losses(status)),
         (
             "tokens",
             f"{text.count(status.tokens_total)}, {text.count(status.tokens_per_s)} per second",
@@ -268,6 +273,10 @@ def render_status(status: RunStatus) -> str:
         ("parameters", text.count(status.params)),
         ("peers", f"{num_present(status)} of {len(status.peers)} online"),
     ]
+    if status.modules:
+        binds = binding(status)
+        most = f"; the others wait for {binds}" if binds else ""
+        facts.append(("stages", f"{len(status.modules)}{most}"))
     pairs = apart(status)
     for one, other in pairs[:MAX_PAIRS]:
         facts.append(("unreachable", f"{label(one)} and {label(other)} {CANNOT_REACH}"))
@@ -278,7 +287,55 @@ def render_status(status: RunStatus) -> str:
         facts.append(("missing", f"updates of rounds {rounds}: no peer has kept them"))
     head = [f"{text.clean(status.run_name)} ({text.short_hash(status.run_id)})"]
     body = [f"  {name:<12} {value}" for name, value in facts]
-    return "\n".join([*head, *body, *_peer_table(status)])
+    return "\n".join([*head, *body, *_stage_table(status), *_peer_table(status)])
+
+
+def _losses(status: RunStatus) -> str:
+    """The losses; a pipeline that does not measure it has no validation loss."""
+    loss = text.loss_text(status.loss)
+    if status.modules and status.valid_loss is None:
+        return loss
+    return f"{loss}, validation {text.loss_text(status.valid_loss)}"
+
+
+def _stage_table(status: RunStatus) -> list[str]:
+    if not status.modules:
+        return []
+    rows: list[tuple[str, ...]] = [
+        (
+            "stage",
+            "state",
+            "round",
+            "chain",
+            "params",
+            "peers",
+            "tok/s",
+            "util",
+            "in flight",
+            "queued",
+            "omitted",
+            "waits for",
+        )
+    ]
+    rows += [_stage_row(module) for module in status.modules]
+    return ["", *_aligned(rows)]
+
+
+def _stage_row(module: ModuleStatus) -> tuple[str, ...]:
+    return (
+        f"{text.clean(module.name)}{', binds' if module.binds else ''}",
+        module.state,
+        str(module.position),
+        text.short_hash(module.chain),
+        text.count(module.params),
+        str(module.peers),
+        text.count(module.tokens_per_s),
+        text.percent(module.utilisation if module.peers else None),
+        str(module.in_flight),
+        str(module.queued),
+        str(module.omitted),
+        waited_for(module.waits_for),
+    )
 
 
 def _peer_table(status: RunStatus) -> list[str]:
@@ -287,6 +344,7 @@ def _peer_table(status: RunStatus) -> list[str]:
     rows = [
         (
             "peer",
+            *(("stage",) if status.modules else ()),
             "state",
             "round",
             "counted",
@@ -304,6 +362,7 @@ def _peer_table(status: RunStatus) -> list[str]:
         rows.append(
             (
                 label(peer),
+                *((text.clean(peer.module) or text.ABSENT,) if status.modules else ()),
                 shown_state(peer),
                 str(peer.position),
                 counted_rounds(peer),
@@ -320,7 +379,7 @@ def _peer_table(status: RunStatus) -> list[str]:
 
 
 def _aligned(rows: Sequence[tuple[str, ...]]) -> list[str]:
-    """Pad columns to their widest cell: the first two aligned left, numbers right."""
+    """Pad columns to their widest cell: the first two aligned left, the others right."""
     widths = [max(text.cells(cell) for cell in column) for column in zip(*rows, strict=True)]
     return [
         "  "

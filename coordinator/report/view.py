@@ -16,6 +16,7 @@ from statistics import median
 from atoll.coordinator.run.status import (
     Event,
     Gap,
+    ModuleStatus,
     PeerStatus,
     RoundSummary,
     RunStatus,
@@ -26,6 +27,14 @@ from atoll.coordinator.run.text import ABSENT, clean, finite, percent, short_id,
 SHORT_CHARS = 6  # letters by which peers name each other in messages
 _IDENTITY = re.compile(rf"\b[1-9A-HJ-NP-Za-km-z]{{{SHORT_CHARS},128}}\b")  # base58
 IMPORTANT = frozenset({"warning", "error"})  # levels with a colour of their own
+_WAITS = {
+    "input": "input",
+    "route": "next stage",
+    "returns": "gradients",
+    "step": "end of step",
+    "drain": "its start",
+}
+"""By reason, as in `FlowStatus.waited_s`."""
 NUM_RECENT_ROUNDS = 16  # enough for a steady rate, few enough to follow a changed swarm
 
 
@@ -80,8 +89,28 @@ def is_gone(peer: PeerStatus) -> bool:
 
 
 def sorted_peers(status: RunStatus) -> list[PeerStatus]:
-    """Sort peers by name and identity, so that rows stay in place whatever the numbers do."""
-    return sorted(status.peers, key=lambda peer: (peer.name, peer.peer_id))
+    """Sort peers by name and identity, so that rows stay in place whatever the numbers do.
+
+    Those of a pipeline are sorted by stage first.
+    """
+    order = {module.name: index for index, module in enumerate(status.modules)}
+    return sorted(status.peers, key=lambda p: (order.get(p.module, 0), p.name, p.peer_id))
+
+
+def peers_of(status: RunStatus, module: ModuleStatus) -> list[PeerStatus]:
+    """Return the peers of a module that are known, sorted; those that left come last."""
+    found = [peer for peer in sorted_peers(status) if peer.module == module.name]
+    return sorted(found, key=is_gone)
+
+
+def binding(status: RunStatus) -> str:
+    """Return the names of the stages that the others of a pipeline wait for; empty if none."""
+    return ", ".join(clean(module.name) for module in status.modules if module.binds)
+
+
+def waited_for(reason: str) -> str:
+    """Return what the trainer of a stage waits for, as people read it; a dash if for nothing."""
+    return _WAITS.get(reason) or clean(reason, num_max=16) or ABSENT
 
 
 def num_present(status: RunStatus) -> int:

@@ -7,7 +7,7 @@ import pytest
 
 from atoll.coordinator.run.status import RunStatus
 from support import kit as helpers
-from support.status import make_status
+from support.status import make_staged_status, make_status
 
 
 @pytest.fixture(scope="session")
@@ -20,3 +20,9 @@ def kit() -> ModuleType:
 def sample() -> Callable[..., RunStatus]:
     """Makes states of a run."""
     return make_status
+
+
+@pytest.fixture
+def staged() -> Callable[..., RunStatus]:
+    """Makes states of a pipeline."""
+    return make_staged_status

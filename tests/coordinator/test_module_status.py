@@ -1,7 +1,7 @@
 """What a run's status says of its modules, and which one binds."""
 
-from atoll.coordinator.module_status import with_binding, with_peers
-from atoll.coordinator.run.status import FlowStatus, ModuleStatus, PeerStatus
+from atoll.coordinator.module_status import with_binding, with_peers, with_valid_losses
+from atoll.coordinator.run.status import FlowStatus, ModuleStatus, PeerStatus, RoundSummary
 
 STAGES = [ModuleStatus(name=f"stage-{n}", state="training", position=4) for n in (1, 2, 3)]
 
@@ -76,3 +76,10 @@ def test_a_vacant_stage_binds_whatever_the_others_do():
 
 def test_a_single_module_holds_up_nobody():
     assert bound(with_binding([ModuleStatus(name="one", peers=1, utilisation=1.0)])) == []
+
+
+def test_rounds_have_the_loss_of_one_stage_and_the_validation_of_another():
+    last = [RoundSummary(position=n, at=n, loss=4.0 - n) for n in (1, 2, 3)]
+    first = [RoundSummary(position=2, at=2, valid_loss=2.5)]
+    told = with_valid_losses(last, first)
+    assert [(row.loss, row.valid_loss) for row in told] == [(3.0, None), (2.0, 2.5), (1.0, None)]

@@ -4,8 +4,17 @@ from __future__ import annotations
 
 import math
 import random
+from dataclasses import replace
 
-from atoll.coordinator.run.status import Event, PeerStatus, RoundSummary, RunStatus
+from atoll.coordinator.module_status import with_peers
+from atoll.coordinator.run.status import (
+    Event,
+    FlowStatus,
+    ModuleStatus,
+    PeerStatus,
+    RoundSummary,
+    RunStatus,
+)
 
 START = 1_790_000_000.0
 ROUND_S = 18.0
@@ -131,4 +140,43 @@ def make_status(
         method="diloco",
         inner_steps=30,
         params=1_048_576,
+    )
+
+
+def make_staged_status(
+    position: int = 37, *, stages: int = 3, peers_a_stage: int = 2, state: str = "training"
+) -> RunStatus:
+    """A pipeline after `position` rounds; the second stage binds, and its first peer omitted."""
+    plain = make_status(position, num_peers=stages * peers_a_stage, num_gone=0, state=state)
+    peers = [_of_stage(peer, i % stages) for i, peer in enumerate(plain.peers)]
+    modules = [
+        ModuleStatus(
+            name=f"stage-{stage + 1}",
+            state=state,  # type: ignore[arg-type]
+            position=position + (stage == 0),
+            chain=f"{stage:02x}" * 32,
+            params=350_000 + stage,
+        )
+        for stage in range(stages)
+    ]
+    return replace(plain, peers=peers, modules=with_peers(modules, peers))
+
+
+def _of_stage(peer: PeerStatus, stage: int) -> PeerStatus:
+    waits_for = ("step", "returns", "input")[stage % 3]
+    flow = FlowStatus(
+        counted=400 + stage,
+        in_flight=4 - stage % 3,
+        queued=stage % 2,
+        omitted={"late": 3, "withdrawn": 8} if peer.name == NAMES[1] else {},
+        resends=stage,
+        double_counts=2,
+        waited_s={waits_for: 40.0, "route": 2.0},
+    )
+    return replace(
+        peer,
+        module=f"stage-{stage + 1}",
+        utilisation=(0.56, 0.81, 0.44)[stage % 3],
+        valid_loss=peer.valid_loss if stage == 0 else None,
+        flow=flow,
     )

@@ -16,6 +16,7 @@ from atoll.coordinator.dashboard.panes import (
     PhasesPane,
     RoundsPane,
     RunHeader,
+    StagesPane,
 )
 from atoll.coordinator.dashboard.peers import COLUMNS, details
 from atoll.coordinator.report import feed as feeds
@@ -155,6 +156,104 @@ def test_every_size_is_filled_without_spilling(sample, position):
             assert app.query_one("Footer").region.bottom == size[1]
 
     with_app(sample(position, rounds_total=0 if position == 700 else 120), check)
+
+
+def test_a_pipeline_fills_small_and_large_screens(staged):
+    async def check(app, source, clock, pilot):
+        for size in SIZES[::2]:
+            await pilot.resize_terminal(*size)
+            await pilot.pause()
+            for pane in app.query(Pane).results(Pane):
+                if pane.display:
+                    width, height = pane.size
+                    lines = pane.render().split("\n")
+                    assert len(lines) <= height, (size, pane.id)
+                    assert all(line.cell_length <= width for line in lines), (size, pane.id)
+            assert app.query_one("Footer").region.bottom == size[1]
+            text = screen(app)
+            assert all(f"stage-{n}" in text for n in (1, 2, 3)), size
+            assert plain(app, LossPane), size
+        await pilot.press("shift+tab")
+        assert app.query_one(StagesPane).has_focus
+
+    with_app(staged(), check)
+
+
+def test_stages_are_columns_and_the_one_that_binds_is_marked(staged):
+    async def check(app, source, clock, pilot):
+        rows = plain(app, StagesPane).split("\n")
+        assert rows[0].split("→")[1].split() == ["stage-2", "·", "2", "peers", "▲", "binds"]
+        assert rows[0].count("→") == 2 and rows[0].count("binds") == 1
+        assert [row.count("tok/s") for row in rows[1:3]] == [3, 0]
+        assert rows[1].count("round 37") == 2 and "round 38" in rows[1]
+        assert "81%" in rows[2]
+        assert [piece.strip() for piece in rows[3].split("waits for ")[1:]] == [
+            "end of step",
+            "gradients",
+            "input",
+        ]
+        assert "8 in flight · 0 queued · 0 omitted" in rows[4]
+        assert "6 in flight · 2 queued · 3 omitted" in rows[4]
+        assert re.findall(r"● (\w+)", rows[5]) == ["basalt", "coral", "drift"]
+        header = plain(app, RunHeader)
+        assert "3 stages" in header and "chain" not in header
+        assert "of stage-3" in str(app.query_one(RoundsPane).border_subtitle)
+
+    with_app(staged(), check, size=(160, 50))
+
+
+def test_peers_of_a_pipeline_are_sorted_by_stage(staged):
+    async def check(app, source, clock, pilot):
+        head, *rows = plain(app, PeersPane).split("\n")
+        assert head.split()[:3] == ["peer", "stage", "state"]
+        found = re.findall(r"stage-\d+", "\n".join(rows))
+        assert found == [f"stage-{n}" for n in range(1, 12) for _ in "ab"]
+        assert "waits for end of step in flight 4" in plain(app, PeersPane)
+
+    with_app(staged(stages=11), check, size=(200, 90))
+
+
+def test_more_stages_than_fit_can_be_scrolled_to(staged):
+    async def check(app, source, clock, pilot):
+        pane = app.query_one(StagesPane)
+        assert "stage-4" not in plain(app, StagesPane)
+        assert "1 to 3 of 11" in str(pane.border_subtitle)
+        await pilot.press("0", *["right"] * 20)
+        assert "stage-11" in plain(app, StagesPane)
+        assert "9 to 11 of 11" in str(pane.border_subtitle)
+        await pilot.resize_terminal(200, 60)
+        await pilot.pause()
+        assert "stage-5" in plain(app, StagesPane) and "stage-11" in plain(app, StagesPane)
+
+    with_app(staged(stages=11), check, size=(80, 24))
+
+
+def test_a_dense_run_has_no_stages_on_its_screen(sample):
+    async def check(app, source, clock, pilot):
+        assert shown(app) == ["peers", "loss", "phases", "rounds", "events"]
+        await pilot.press("0")
+        assert app.query_one(PeersPane).has_focus
+        await pilot.press("shift+tab")
+        assert app.query_one(EventsPane).has_focus
+        text = screen(app)
+        assert "stage" not in text and "binds" not in text
+
+    with_app(sample(37), check)
+
+
+def test_the_stages_of_a_stranger_are_shown_and_not_obeyed(staged):
+    status = staged()
+    module = replace(status.modules[0], name=HOSTILE, waits_for=HOSTILE)
+    peers = [replace(peer, name=HOSTILE, module=HOSTILE) for peer in status.peers]
+
+    async def check(app, source, clock, pilot):
+        text = screen(app)
+        assert "[red]x" in text
+        assert not set(text) & set("\x1b\x07\u202e")
+        content = app.query_one(StagesPane).render()
+        assert not any(str(span.style) == "red" for span in content.spans)
+
+    with_app(replace(status, modules=[module], peers=peers), check, size=(200, 60))
 
 
 def test_a_tiny_screen_shows_what_it_can(sample):

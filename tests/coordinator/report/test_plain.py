@@ -160,6 +160,34 @@ def test_status_is_a_paragraph_and_a_table(sample):
     assert len({len(row) for row in table}) == 1
 
 
+def test_the_status_of_a_pipeline_has_a_table_of_stages(staged):
+    told = render_status(staged()).split("\n")
+    assert "  stages       3; the others wait for stage-2" in told
+    assert not any(line.startswith("  chain ") for line in told)
+    blank, second = (i for i, line in enumerate(told) if not line)
+    head, *stages = (line.split() for line in told[blank + 1 : second])
+    assert head[:5] == ["stage", "state", "round", "chain", "params"]
+    assert [row[0] for row in stages] == ["stage-1", "stage-2,", "stage-3"]
+    assert stages[1][1] == "binds" and stages[1][-2:] == ["3", "gradients"]
+    peers = [line.split() for line in told[second + 1 :]]
+    assert peers[0][:3] == ["peer", "stage", "state"]
+    assert [row[1] for row in peers[1:]] == [f"stage-{n}" for n in (1, 1, 2, 2, 3, 3)]
+    assert not any(line != line.rstrip() for line in told)
+
+
+def test_a_pipeline_that_does_not_validate_says_nothing_of_it(staged):
+    status = staged()
+    assert "validation 1.479" in render_status(status)
+    assert "validation" not in render_status(replace(status, valid_loss=None))
+    balanced = [replace(module, binds=False) for module in status.modules]
+    assert "  stages       3\n" in render_status(replace(status, modules=balanced))
+
+
+def test_the_round_of_a_pipeline_names_the_stage_of_its_members(staged):
+    (line,) = without_clock(lines(staged(36), staged(37)))
+    assert line.endswith("6 peers of stage-3")
+
+
 def test_status_without_peers_has_no_table(sample):
     assert "seen" not in render_status(replace(sample(0), peers=[]))
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from atoll.coordinator.report.view import without
+from atoll.coordinator.report.view import binding, peers_of, sorted_peers, waited_for, without
 from atoll.coordinator.run.status import RoundReport
-from atoll.coordinator.run.text import short_id
+from atoll.coordinator.run.text import ABSENT, short_id
 
 
 def test_a_peer_that_is_no_member_is_left_out_wholly(kit: Any, tmp_path: Path) -> None:
@@ -30,3 +31,22 @@ def test_a_peer_that_is_no_member_is_left_out_wholly(kit: Any, tmp_path: Path) -
             ]
 
     kit.run(main())
+
+
+def test_peers_of_a_stage_that_left_come_last(staged: Any) -> None:
+    status = staged(peers_a_stage=3)
+    one, *others = peers_of(status, status.modules[0])
+    peers = [replace(p, state="left") if p == one else p for p in status.peers]
+    status = replace(status, peers=peers)
+    assert [p.peer_id for p in peers_of(status, status.modules[0])] == [
+        *(p.peer_id for p in others),
+        one.peer_id,
+    ]
+    assert sorted_peers(status)[0].peer_id == one.peer_id  # a row stays in its place
+    assert binding(status) == "stage-2"
+
+
+def test_an_unknown_reason_is_shown_as_it_is() -> None:
+    assert waited_for("returns") == "gradients"
+    assert waited_for("") == ABSENT
+    assert waited_for("\x1bnews") == "·news"

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.table import Table
+from torch import nn
 
 from atoll.coordinator.checkpoints import Checkpoint, load_checkpoint
 from atoll.coordinator.rounds import contributors
@@ -34,8 +35,15 @@ from atoll.peer.paths import PeerPaths
 from atoll.peer.training import saved
 from atoll.peer.training.devices import Device
 from atoll.peer.training.learner import Evaluator
-from atoll.peer.training.opening import build_model, open_corpus, separate_documents, validation
+from atoll.peer.training.opening import (
+    build_model,
+    open_corpus,
+    separate_documents,
+    slices_of,
+    validation,
+)
 from atoll.peer.training.permission import Allowed
+from atoll.peer.training.stages import StageModel
 
 FP32_BYTES = 4
 
@@ -75,8 +83,7 @@ class Summary:
     loss_first: float | None
     loss_last: float | None
     loss_baseline: float | None
-    valid_loss: float | None
-    """None for a pipeline: no process here holds the whole model."""
+    valid_loss: float
     valid_loss_baseline: float | None
     valid_loss_alone: float | None
     bytes_sent_per_peer: int
@@ -122,9 +129,10 @@ def summarise(run: DemoRun, spec: RunSpec, compared: Compared, plot: Path) -> Su
     last = spec.modules[-1]  # the loss is known there
     rounds = reported_rounds(run) if gossip else logged_rounds(logs[last])
     sent, received = per_peer_bytes(run)
-    whole = None if is_staged else checkpoints[last]
-    ddp = ddp_bytes(whole.layout, len(run.peers), len(rounds), spec) if whole else None
-    valid_loss = held_out_loss(spec, whole) if whole else None
+    ddp = None
+    if not is_staged:
+        ddp = ddp_bytes(checkpoints[last].layout, len(run.peers), len(rounds), spec)
+    valid_loss = held_out_loss(spec, *checkpoints.values())
     draw_loss(loss_plot(run, spec, rounds, compared, valid_loss), plot)
     base = compared.baseline
     losses = [row.loss for row in rounds if row.loss is not None]
@@ -278,14 +286,25 @@ def is_member(peer: PeerStatus, entries: Sequence[Entry]) -> bool:
     )
 
 
-def held_out_loss(spec: RunSpec, checkpoint: Checkpoint) -> float:
-    """Return the checkpoint's loss on the validation batches of the baseline."""
+def held_out_loss(spec: RunSpec, *checkpoints: Checkpoint) -> float:
+    """Return the loss of a checkpoint, or of all stages', on the baseline's validation batches."""
     own = Allowed.everything_in(spec)  # the demo's own
     corpus = open_corpus(spec, own)
-    device = Device.choose("cpu")
-    model = build_model(spec, corpus.tokenizer.vocab_size, own)
-    separate_documents(spec, model, corpus.tokenizer)
-    return Evaluator(model, validation(spec, corpus), device).loss(checkpoint.params_N)
+    vocab_size = corpus.tokenizer.vocab_size
+    if len(checkpoints) > 1:
+        model: nn.Module = all_stages(spec, vocab_size, own)
+    else:
+        model = build_model(spec, vocab_size, own)
+        separate_documents(spec, model, corpus.tokenizer)
+    params = {name: value for each in checkpoints for name, value in each.params.items()}
+    params_N = torch.cat([params[name].reshape(-1) for name in Layout.of(model).names])
+    return Evaluator(model, validation(spec, corpus), Device.choose("cpu")).loss(params_N)
+
+
+def all_stages(spec: RunSpec, vocab_size: int, allowed: Allowed) -> StageModel:
+    """Build the whole model of a pipeline, which no peer does."""
+    known = slices_of(spec, vocab_size, allowed)
+    return known.build(range(len(known)), seed=spec.run.seed)
 
 
 def mean_utilisation(peers: list[PeerStatus]) -> float:
@@ -316,7 +335,7 @@ def loss_plot(
     # A loss that peers report with a round was measured on the state before it.
     history = run.status.history
     earlier = [(r.position - 1, r.valid_loss) for r in history if r.valid_loss is not None]
-    last = [] if valid_loss is None else [(float(len(rounds)), valid_loss)]
+    valid = [*earlier, (float(len(rounds)), valid_loss)]
     others = {"data parallel": compared.baseline, "one peer alone": compared.alone}
     tokens = sum(row.tokens for row in rounds)
     return LossPlot(
@@ -325,7 +344,7 @@ def loss_plot(
         f"H={spec.outer.inner_steps}, {spec.method().codec.spec}, {tokens / 1e6:.2f}M tokens",
         peers=peers,
         run=[(row.position, row.loss) for row in rounds if row.loss is not None],
-        valid=[*earlier, *last],
+        valid=valid,
         compared={
             name: [(p.position, p.valid_loss) for p in result.history if p.valid_loss is not None]
             for name, result in others.items()
@@ -362,7 +381,7 @@ def rows(summary: Summary, run: DemoRun) -> list[tuple[str, str]]:
             "training loss",
             f"{_loss(summary.loss_first)} -> {_loss(summary.loss_last)} nats per byte",
         ),
-        *([("held-out loss", held_out)] if (held_out := _held_out(summary)) else []),
+        ("held-out loss", _held_out(summary)),
         (
             "sent per peer",
             f"{_megabytes(summary.bytes_sent_per_peer)}, received "
@@ -403,9 +422,6 @@ def _flow(flow: Flowed) -> str:
 
 
 def _held_out(summary: Summary) -> str:
-    """Return the loss on held-out text, and those of others; empty if it was not measured."""
-    if summary.valid_loss is None:
-        return ""
     text = loss_text(summary.valid_loss)
     if summary.valid_loss_baseline is not None:
         behind = summary.valid_loss / summary.valid_loss_baseline - 1

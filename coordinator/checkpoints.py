@@ -20,7 +20,8 @@ from __future__ import annotations
 import json
 import os
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -78,6 +79,21 @@ class Checkpoint:
         return dict(zip(self.layout.names, self.layout.split(self.params_N), strict=True))
 
 
+@dataclass(frozen=True, kw_only=True)
+class Header:
+    """What a checkpoint says of itself; its numbers are not read."""
+
+    path: Path
+    spec: RunSpec
+    run_id: bytes
+    """Of its log; a dense run's own."""
+    epoch: int
+    position: int
+    chain: bytes
+    layout: Layout
+    """The file has these tensors, as fp32."""
+
+
 def save_checkpoint(
     path: Path, checkpoint: Checkpoint, *, on_read: Callable[[], None] = lambda: None
 ) -> None:
@@ -124,10 +140,37 @@ def load_checkpoint(path: str | Path) -> Checkpoint:
         CheckpointError: it is absent, damaged, or of another kind or version.
     """
     path = Path(path)
+    with _opened(path) as (metadata, file):
+        state = _read_state(path, metadata, file)
+    header = _header(path, metadata)
+    return Checkpoint(
+        spec=header.spec,
+        run_id=header.run_id,
+        epoch=header.epoch,
+        position=state.position,
+        chain=header.chain,
+        state=state,
+    )
+
+
+def read_header(path: Path) -> Header:
+    """Read what a checkpoint says of itself, and check that it has the tensors of its layout.
+
+    Raises:
+        CheckpointError: it is absent, damaged, or of another kind or version.
+    """
+    with _opened(path) as (metadata, file):
+        header = _header(path, metadata)
+        _expect_tensors(path, header.layout, file)
+    return header
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[tuple[Mapping[str, str], Any]]:
+    """Open a checkpoint; yield its metadata, all there, and its tensors."""
     try:
         with safetensors.safe_open(path, framework="pt") as file:
-            metadata = _checked_format(path, file.metadata() or {})
-            state = _read_state(path, metadata, file)
+            yield _checked_format(path, file.metadata() or {}), file
     except OSError as error:
         reason = error.strerror or str(error).removesuffix(f": {path}")
         raise CheckpointError(f"{path}: cannot be read: {reason}") from None
@@ -135,7 +178,6 @@ def load_checkpoint(path: str | Path) -> Checkpoint:
         raise CheckpointError(
             f"{path}: not an intact safetensors file ({error}); use an earlier checkpoint"
         ) from None
-    return _checkpoint(path, metadata, state)
 
 
 def _write(file: IO[bytes], tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
@@ -254,15 +296,16 @@ def _expect_tensors(path: Path, layout: Layout, file: Any) -> None:  # noqa: ANN
             )
 
 
-def _checkpoint(path: Path, metadata: Mapping[str, str], state: OuterState) -> Checkpoint:
+def _header(path: Path, metadata: Mapping[str, str]) -> Header:
     try:
-        return Checkpoint(
+        return Header(
+            path=path,
             spec=RunSpec.from_json(metadata["spec"].encode()),
             run_id=bytes.fromhex(metadata["run_id"]),
             epoch=int(metadata["epoch"]),
-            position=state.position,
+            position=int(metadata["position"]),
             chain=bytes.fromhex(metadata["chain"]),
-            state=state,
+            layout=Layout.from_json(metadata["layout"]),
         )
     except SpecError as error:
         raise CheckpointError(

@@ -4,6 +4,7 @@ import types
 from pathlib import Path
 
 import pytest
+import safetensors
 import torch
 from safetensors.torch import load_file, save_file
 
@@ -13,6 +14,7 @@ from atoll.coordinator.checkpoints import (
     CheckpointError,
     delete_checkpoint,
     load_checkpoint,
+    read_header,
     save_checkpoint,
 )
 from atoll.coordinator.run.spec import RunSpec
@@ -202,3 +204,30 @@ def test_a_checkpoint_that_is_not_there_is_named_once(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError) as caught:
         load_checkpoint(path)
     assert str(caught.value) == f"{path}: cannot be read: No such file or directory"
+
+
+def test_a_header_is_what_the_whole_checkpoint_says(tmp_path: Path) -> None:
+    path = tmp_path / "a"
+    save_checkpoint(path, make())
+    header, whole = read_header(path), load_checkpoint(path)
+    assert (header.path, header.layout) == (path, LAYOUT)
+    for field in ("spec", "run_id", "epoch", "position", "chain"):
+        assert getattr(header, field) == getattr(whole, field)
+
+
+def test_a_header_that_claims_other_tensors_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "a"
+    save_checkpoint(path, make())
+    with safetensors.safe_open(path, framework="pt") as file:
+        metadata = file.metadata()
+    tensors = load_file(path)
+    huge = Layout(names=("embed", "head"), shapes=((1 << 20, 1 << 12), (40_000,)))
+    for changed, told in (
+        ({"layout": huge.to_json()}, "expected params/embed as fp32"),
+        ({"layout": "[]"}, "damaged"),
+        ({"chain": "no"}, "damaged"),
+        ({"format": "pt"}, "expected the format"),
+    ):
+        save_file(tensors, tmp_path / "b", metadata=metadata | changed)
+        with pytest.raises(CheckpointError, match=told):
+            read_header(tmp_path / "b")

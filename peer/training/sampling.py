@@ -57,7 +57,7 @@ def sample(
     Load and check everything before returning; the text is drawn as the iterator advances.
 
     Args:
-        checkpoint: a checkpoint, its file, or a folder (the newest file in it is used).
+        checkpoint: a checkpoint, its file, or a folder, as `load_checkpoint` takes it.
         prompt: the text to continue; not repeated in the output.
         options: options for drawing.
         device: device name, see `Device.choose`.

@@ -113,7 +113,7 @@ def test_a_folder_means_its_newest_checkpoint(tmp_path):
 
 
 def test_a_folder_without_checkpoints_is_refused(tmp_path):
-    with pytest.raises(SetupError, match="expected a checkpoint"):
+    with pytest.raises(CheckpointError, match="expected a checkpoint"):
         text(tmp_path)
 
 

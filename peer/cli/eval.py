@@ -17,7 +17,8 @@ def add_parser(subparsers: Subparsers) -> None:
         subparsers,
         "eval",
         description="Measure the model of a checkpoint: bits a byte of the text that its run\n"
-        "holds out, or of --data; with --tasks, tasks of lm-evaluation-harness.",
+        "holds out, or of --data; with --tasks, tasks of lm-evaluation-harness. Of a\n"
+        "pipeline, name the file of any stage, or the folder with the folders of all stages.",
         examples="atoll eval run-00000012.safetensors\n"
         "atoll eval run-00000012.safetensors --data other.txt --json\n"
         "atoll eval run-00000012.safetensors --tasks hellaswag,arc_easy --limit 200",

@@ -15,7 +15,8 @@ def add_parser(subparsers: Subparsers) -> None:
         "sample",
         description="Generate a continuation of a prompt with the model of a checkpoint. Custom\n"
         "models run only with --allow-model, and files are read only with --tokenizer\n"
-        "and --init.",
+        "and --init. Of a pipeline, name the file of any stage, or the folder with the\n"
+        "folders of all stages.",
         examples="atoll sample run-00000012.safetensors --prompt 'def '\n"
         "atoll sample run-00000012.safetensors --prompt 'class ' --temperature 0 --json\n"
         "atoll sample theirs.safetensors --allow-model my_package.models:build",

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from atoll.coordinator.checkpoint_sets import find
 from atoll.coordinator.checkpoints import save_checkpoint
 from atoll.optim.inprocess.rounds import InProcessGroup
 from atoll.optim.state.layout import Layout
@@ -19,13 +20,15 @@ from atoll.peer.errors import ModelError
 from atoll.peer.lab.plan import bare_model
 from atoll.peer.training.data.load import ByteTokenizer, LocalCorpus
 from atoll.peer.training.hf.beginning import load_
-from atoll.peer.training.hf.export import ExportError, export
+from atoll.peer.training.hf.export import export, export_stages
 from atoll.peer.training.hf.folder import WeightFolder
 from atoll.peer.training.models import logits_of
+from atoll.peer.training.one_file import ExportError
 from atoll.peer.training.opening import build_model, expect_params, first_state
 from atoll.peer.training.permission import Allowed
 from atoll.peer.training.trained import load_checkpoint
 from atoll.peer.training.trainer import Trainer, TrainerOptions
+from support.stages import save_stages, staged_spec
 from support.weights import SHAPE, checkpoint_of, spec_of, write_folder
 
 CUSTOM = """
@@ -264,6 +267,16 @@ def test_a_preset_is_exported_with_a_tokenizer_of_bytes(tmp_path):
     before = (out / "config.json").read_text()
     assert cli.main(["export", str(path), "--out", str(out)]) == 2  # nothing is replaced
     assert (out / "config.json").read_text() == before
+
+
+def test_the_stages_of_a_pipeline_become_one_llama(tmp_path):
+    from transformers import LlamaForCausalLM
+
+    save_stages(tmp_path / "checkpoints", staged_spec(), 4)
+    export_stages(find(tmp_path / "checkpoints"), tmp_path / "out")
+    opened, found = reopened(tmp_path / "out")
+    assert type(opened) is LlamaForCausalLM and not opened.config.tie_word_embeddings
+    assert close(found, logits(load_checkpoint(tmp_path / "checkpoints")))
 
 
 def test_half_the_bytes_with_bfloat16(folder, tmp_path):

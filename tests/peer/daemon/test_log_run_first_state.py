@@ -15,15 +15,15 @@ LAYOUT = Layout(names=("w",), shapes=((4,),))
 OURS, THEIRS = (OuterState.genesis(LAYOUT, torch.full((4,), value)) for value in (1.0, 2.0))
 
 
-def impossible(spec):
+def impossible(spec, module):
     raise SetupError("no such tokenizer here")
 
 
 @pytest.mark.parametrize(
     ("make_first", "root", "fetches"),
     [
-        (lambda spec: OURS, OURS.root(), 0),
-        (lambda spec: OURS, THEIRS.root(), 1),
+        (lambda spec, module: OURS, OURS.root(), 0),
+        (lambda spec, module: OURS, THEIRS.root(), 1),
         (impossible, THEIRS.root(), 1),
         (None, THEIRS.root(), 1),
     ],

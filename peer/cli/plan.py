@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from atoll.optim.schedules import Timetable
     from atoll.peer.lab.advice import RunOption
     from atoll.peer.lab.plan import Setting
+    from atoll.peer.lab.stage_plan import PipelineCost, StageCost
     from atoll.peer.training.resources import Resources
 
 
@@ -26,6 +27,12 @@ data parallel at equal steps; same time: loss above data parallel that never
 waits, at equal time, by which the advice chooses.
 """
 
+STAGED_LEGEND = """
+out, in: bytes that a peer sends and receives for each token that goes through
+it, its rounds included. tokens/s by: what all peers of the stage can compute,
+and what their links can carry. MB RAM: peak, without activations.
+"""
+
 
 def add_parser(subparsers: Subparsers) -> None:
     """Add the arguments of `atoll plan`."""
@@ -34,7 +41,9 @@ def add_parser(subparsers: Subparsers) -> None:
         "plan",
         description="Estimate bytes, round time, utilisation and memory for each benchmarked\n"
         "method and codec, and recommend one. Compute time is measured on this\n"
-        "machine; pass --step-ms to use a known step time instead.",
+        "machine; pass --step-ms to use a known step time instead.\n\n"
+        "For a run with stages: bytes of a token on each link, memory and speed of each\n"
+        "stage, and the one that binds.",
         examples="atoll plan RUN.toml --peers 8 --mbit 100\n"
         "atoll plan RUN.toml --peers 4 --mbit 50 --rtt-ms 80 --step-ms 120 --json",
     )
@@ -76,7 +85,7 @@ def add_speed(parser: argparse.ArgumentParser) -> None:
         "--step-ms",
         type=float,
         metavar="MS",
-        help="Time of an inner step with AdamW (default: measured).",
+        help="Time of an inner step of the whole model with AdamW (default: measured).",
     )
     parser.add_argument(
         "--device", default="auto", help="Device to measure a step on (default: auto)."
@@ -90,6 +99,8 @@ def run(args: argparse.Namespace) -> int:
     from atoll.peer.lab.plan import bare_model, needed, windows_of
 
     spec = RunSpec.load(args.path)
+    if spec.topology.stages > 1:
+        return _run_staged(args, spec)
     setting = setting_of(args, spec)
     model = bare_model(spec)
     windows = windows_of(spec, model)
@@ -123,6 +134,89 @@ def run(args: argparse.Namespace) -> int:
     for line in advice.ALONE if setting.peers == 1 else advice.reasons(chosen, known):
         print(line)
     return 0
+
+
+def _run_staged(args: argparse.Namespace, spec: "RunSpec") -> int:
+    """Predict and print what a pipeline costs; there is no choice of method."""
+    from atoll.peer.lab.plan import PlanError
+    from atoll.peer.lab.stage_plan import predict_pipeline, spread
+
+    spread(args.peers, [1.0] * spec.topology.stages)  # before a step is timed, which takes seconds
+    if spec.model.custom is not None and args.step_ms is None:
+        raise PlanError(
+            "the slices of a custom model cannot be timed together; give the time of a step of the "
+            "whole model with --step-ms"
+        )
+    setting = setting_of(args, spec)
+    cost = predict_pipeline(spec, setting)
+    if args.json:
+        told = {
+            "params": sum(stage.params for stage in cost.stages),
+            "setting": asdict(setting),
+            "step_measured": args.step_ms is None,
+            "pipeline": asdict(cost) | {"binds": cost.binds.name, "bound": cost.binds.bound},
+        }
+        print_json(told)
+        return 0
+    print(_staged_heading(args, spec, setting, cost))
+    for line in stage_table(cost):
+        print(line)
+    print(STAGED_LEGEND)
+    print(textwrap.fill(_staged_summary(spec, cost), WIDTH))
+    return 0
+
+
+def _staged_heading(
+    args: argparse.Namespace, spec: "RunSpec", setting: "Setting", cost: "PipelineCost"
+) -> str:
+    params = sum(stage.params for stage in cost.stages)
+    text = (
+        f"{spec.model.title}, {params / 1e6:.3g}M parameters in {len(cost.stages)} stages; "
+        f"{setting.peers} peers, {setting.mbit_s:g} Mbit/s, {1000 * setting.rtt_s:g} ms; a step of "
+        f"the whole model takes {1000 * setting.step_s:.0f} ms ({how_timed(args)})"
+    )
+    return textwrap.fill(text, WIDTH) + "\n"
+
+
+def stage_table(cost: "PipelineCost") -> list[str]:
+    """Return a heading and one line per stage."""
+    head = f"{'':10}{'':9}{'':6}{'':8}{'':8}{'bytes a token':>14}{'tokens/s by':>16}"
+    units = (
+        f"{'':10}{'slices':>9}{'peers':>6}{'params':>8}{'MB RAM':>8}{'out':>7}{'in':>7}"
+        f"{'compute':>9}{'link':>7}"
+    )
+    return [head, units, *(_stage_line(stage, stage == cost.binds) for stage in cost.stages)]
+
+
+def _stage_line(stage: "StageCost", binds: bool) -> str:
+    from atoll.coordinator.run.text import count
+
+    line = (
+        f"{stage.name:10}{f'{stage.first_slice} to {stage.last_slice}':>9}{stage.peers:6}"
+        f"{count(stage.params):>8}{stage.memory_bytes / 1e6:8.0f}"
+        f"{stage.up_bytes_per_token:7.0f}{stage.down_bytes_per_token:7.0f}"
+        f"{count(stage.compute_tokens_per_s):>9}{count(stage.link_tokens_per_s):>7}"
+    )
+    return f"{line}  binds" if binds else line
+
+
+def _staged_summary(spec: "RunSpec", cost: "PipelineCost") -> str:
+    from atoll.coordinator.run.text import count
+
+    links = len(cost.stages) - 1
+    text = (
+        f"A token crosses {links} link{'' if links == 1 else 's'}, with "
+        f"{cost.forward_bytes_per_token:.0f} bytes out ({spec.topology.activations}, and its id) "
+        f"and {cost.backward_bytes_per_token:.0f} back ({spec.topology.gradients}). At most "
+        f"{count(cost.tokens_per_s)} tokens/s in all: {cost.binds.name} binds, by its "
+        f"{cost.binds.bound}. A microbatch takes about {cost.way_s:.2g} s there and back."
+    )
+    if spec.topology.staleness == 0:
+        text += (
+            f" Each step waits for it (staleness = 0), which leaves about "
+            f"{count(cost.waiting_tokens_per_s)} tokens/s; more grad_accumulation loses less."
+        )
+    return text
 
 
 def setting_of(args: argparse.Namespace, spec: "RunSpec") -> "Setting":

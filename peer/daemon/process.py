@@ -415,6 +415,8 @@ class Narrator:
         me = f"{name or 'this peer'} ({short(peer.peer_id)})"
         device, peers = trainer.statistics().device, spec.round.min_peers
         self.tell("info", joined_run(spec, trainer.worker.layout, position))
+        if isinstance(trainer.learner, StageLearner):
+            self.tell("info", serves(spec, peer.module, trainer.learner.model.indices))
         if position:
             self.emit("ready", f"{me} trains on {device} after round {position}")
         else:
@@ -474,13 +476,21 @@ class Narrator:
 def joined_run(spec: RunSpec, layout: Layout, position: int) -> str:
     """Return what a peer takes part in, and how much of it is left, as one line."""
     left, model, needs = spec.run.rounds - position, spec.model.title, needs_of(spec, layout)
+    here = " in this stage" if spec.topology.stages > 1 else ""
     rounds = f"{left} of {spec.run.rounds} rounds left" if spec.run.rounds else "rounds without end"
     return (
-        f"run {spec.run.name}: {model} with {count(layout.numel)} parameters, "
+        f"run {spec.run.name}: {model} with {count(layout.numel)} parameters{here}, "
         f"{spec.outer.method} of {spec.outer.inner_steps} steps, data {spec.data.source}, "
         f"{rounds}; needs about {size(needs.peer_memory)} of memory and "
         f"{size(needs.peer_disk)} of disk"
     )
+
+
+def serves(spec: RunSpec, module: str, slices: range) -> str:
+    """Return which stage of a pipeline a peer serves, and the indices of its slices."""
+    first, last = slices[0], slices[-1]
+    which = f"slice {first}" if first == last else f"slices {first} to {last}"
+    return f"serves {module} of {spec.topology.stages}: {which}"
 
 
 def wait_until_stored(

@@ -10,7 +10,7 @@ from atoll.coordinator.run.spec import RunSpec
 from atoll.dht.refusals import RefusalCode
 from atoll.optim.state.layout import Layout
 from atoll.peer.cli.peer import _as_json
-from atoll.peer.daemon.process import PeerEvent, joined_run
+from atoll.peer.daemon.process import PeerEvent, joined_run, serves
 from atoll.peer.daemon.tally import RoundTally, outcome_of
 from atoll.peer.rounds.consensus.member import Failed, Pending
 
@@ -89,6 +89,14 @@ def test_what_a_peer_joins_is_one_line():
     assert line.startswith("run big: nano with 935k parameters, diloco of 30 steps")
     assert "50 of 200 rounds left" in line
     assert line.endswith("needs about 633 MB of memory and 561 MB of disk")
+
+
+def test_what_a_peer_of_a_pipeline_joins_is_its_stage():
+    spec = RunSpec.from_dict({"topology": {"stages": 3}})
+    line = joined_run(spec, Layout(names=("w",), shapes=((934_848,),)), 0)
+    assert "nano with 935k parameters in this stage, diloco" in line
+    assert serves(spec, "stage-2", range(2, 4)) == "serves stage-2 of 3: slices 2 to 3"
+    assert serves(spec, "stage-1", range(1)) == "serves stage-1 of 3: slice 0"
 
 
 def test_a_round_is_fields_and_not_only_a_sentence(capsys):

@@ -80,6 +80,8 @@ def run(args: argparse.Namespace) -> int:
     report(health.python_finding(sys.version_info[:3]))
     report(health.free_disk(folder))
     report(health.memory_finding(memory_free()))
+    if control := health.congestion_control():
+        report(health.tcp_finding(control))
     report(health.bind_finding(place["host"], int(place["port"])))
     report(health.torch_finding())
     if invite is not None:

@@ -33,6 +33,8 @@ NO_DISK_BYTES = 100 * 10**6  # too little for the snapshot of any useful model
 LOW_MEMORY_BYTES = 10**9  # a peer of the smallest model takes about 600 MB
 MAX_CLOCK_OFF_S = 3.0  # hivemind refuses a node that is further off; the peer corrects its own
 DIAL_S = 5.0  # room for two lost SYNs, which are sent again after 1 and 3 s
+BEST_ON_LOSS = "bbr"  # TCP's congestion control; most systems use cubic
+CONGESTION_CONTROL = Path("/proc/sys/net/ipv4/tcp_congestion_control")
 SLOW_MBIT_S = 1.0
 NOTHING_MBIT_S = 0.2  # 64 KiB do not pass in the seconds of a measurement
 LONG_ROUND_S = 30.0  # hidden behind windows of a minute, with half of it to spare
@@ -107,6 +109,19 @@ def memory_finding(available_bytes: int) -> Finding:
     if available_bytes < LOW_MEMORY_BYTES:
         return note("memory", fact, "close other programs; a peer needs 600 MB and the model")
     return ok("memory", fact)
+
+
+def tcp_finding(congestion_control: str) -> Finding:
+    """Judge how this machine sends on a link that loses packets (docs/benchmarks/links.md)."""
+    if congestion_control == BEST_ON_LOSS:
+        return ok("tcp", f"sends with {congestion_control}")
+    return note(
+        "tcp",
+        f"sends with {congestion_control}, a tenth as fast as {BEST_ON_LOSS} on a link that loses "
+        "0.5% of packets",
+        "if rounds are slow: sudo sysctl -w net.core.default_qdisc=fq "
+        f"net.ipv4.tcp_congestion_control={BEST_ON_LOSS}",
+    )
 
 
 def clock_finding(off_s: float) -> Finding:
@@ -248,6 +263,13 @@ def torch_finding() -> Finding:
         return ok("torch", f"{version('torch')}, trains on {Device.choose().label}")
     except (ImportError, PackageNotFoundError, OSError) as error:
         return problem("torch", f"cannot be imported: {error}", "install Atoll again")
+
+
+def congestion_control() -> str:
+    """Return how this machine sends over TCP; empty where the system does not say (not Linux)."""
+    with suppress(OSError):
+        return CONGESTION_CONTROL.read_text(encoding="ascii").strip()
+    return ""
 
 
 def free_disk(folder: Path) -> Finding:

@@ -21,6 +21,8 @@ MINE, ROUTER = "192.168.1.5", "203.0.113.7"
         (health.disk_finding(1000, Path("here")), Health.PROBLEM),
         (health.memory_finding(4 * GIB), Health.OK),
         (health.memory_finding(GIB // 2), Health.NOTE),
+        (health.tcp_finding("bbr"), Health.OK),
+        (health.tcp_finding("cubic"), Health.NOTE),
         (health.clock_finding(0.2), Health.OK),
         (health.clock_finding(-40.0), Health.NOTE),
         (health.reach_finding("203.0.113.7", 4001, is_dialed=True), Health.OK),
@@ -49,6 +51,14 @@ def test_what_is_found_is_judged_and_has_a_remedy(finding, expected):
     assert finding.health is expected
     assert bool(finding.remedy) is (expected is not Health.OK)
     assert finding.line.startswith(f"{expected} ".ljust(9))
+
+
+def test_a_system_that_does_not_say_how_it_sends_is_not_judged(monkeypatch, tmp_path):
+    monkeypatch.setattr(health, "CONGESTION_CONTROL", tmp_path / "absent")
+    assert health.congestion_control() == ""
+    (tmp_path / "there").write_text("cubic\n")
+    monkeypatch.setattr(health, "CONGESTION_CONTROL", tmp_path / "there")
+    assert health.congestion_control() == "cubic"
 
 
 def test_a_slow_uplink_is_named_with_what_a_round_takes_on_it():

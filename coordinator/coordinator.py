@@ -123,6 +123,8 @@ class Coordinator:
         """The logs of the run's modules, by name."""
         self._placed: dict[str, tuple[str, float]] = {}
         """By PeerID: the module that a peer was given when it joined, and when."""
+        self._moves: Counter[str] = Counter()
+        """By module, the peers that came from another one."""
         if self._is_finished():
             self.finished.set()
 
@@ -203,6 +205,7 @@ class Coordinator:
         now_s, log = self._steady(), self.log_of(status.module)
         role = self.admission.role_of(status.peer_id, status.role)
         status = replace(status, role=role)
+        self._note_move(status)
         self.presence.report(status, now_s, leaving=leaving)
         if leaving and retired:
             log.retire(status)
@@ -217,6 +220,12 @@ class Coordinator:
             admission=self.admission.renewed(status.peer_id, role),
             finished=self.finished.is_set(),
         )
+
+    def _note_move(self, status: PeerStatus) -> None:
+        """Count a peer that serves another module than before."""
+        known = self.presence.peers.get(status.peer_id)
+        if known is not None and known.status.module != status.module:
+            self._moves[status.module] += 1
 
     def _take_evidence(self, log: KeptLog, reporter: str, record: bytes) -> None:
         """Evict the signer of two contradicting entries; it does not matter who reports it."""
@@ -329,6 +338,7 @@ class Coordinator:
                 position=log.position(now_s),
                 chain=log.head().chain.hex(),
                 params=log.params,
+                moves=self._moves[log.name],
             )
             for log in self.logs.values()
         ]

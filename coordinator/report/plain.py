@@ -314,6 +314,7 @@ def _stage_table(status: RunStatus) -> list[str]:
             "in flight",
             "queued",
             "omitted",
+            "moved in",
             "waits for",
         )
     ]
@@ -334,6 +335,7 @@ def _stage_row(module: ModuleStatus) -> tuple[str, ...]:
         str(module.in_flight),
         str(module.queued),
         str(module.omitted),
+        str(module.moves),
         waited_for(module.waits_for),
     )
 

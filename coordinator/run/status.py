@@ -338,6 +338,8 @@ class ModuleStatus(StatusRecord):
     """Jobs that wait for their trainers."""
     omitted: Count = 0
     """Microbatches that they gave up, but for those of peers that left."""
+    moves: Count = 0
+    """Peers that came from another module since the coordinator's start."""
     waits_for: Name = ""
     """What their trainers have waited for most, as in `FlowStatus`; empty if they did not."""
     binds: bool = False

@@ -1,6 +1,10 @@
 """What a run's status says of its modules, and which one binds."""
 
+from pathlib import Path
+from typing import Any
+
 from atoll.coordinator.module_status import with_binding, with_peers, with_valid_losses
+from atoll.coordinator.run.spec import RunSpec
 from atoll.coordinator.run.status import FlowStatus, ModuleStatus, PeerStatus, RoundSummary
 
 STAGES = [ModuleStatus(name=f"stage-{n}", state="training", position=4) for n in (1, 2, 3)]
@@ -83,3 +87,20 @@ def test_rounds_have_the_loss_of_one_stage_and_the_validation_of_another():
     first = [RoundSummary(position=2, at=2, valid_loss=2.5)]
     told = with_valid_losses(last, first)
     assert [(row.loss, row.valid_loss) for row in told] == [(3.0, None), (2.0, 2.5), (1.0, None)]
+
+
+def test_a_peer_that_serves_another_module_than_before_has_moved(kit: Any, tmp_path: Path) -> None:
+    spec = RunSpec.from_dict(kit.SPEC.model_dump(mode="json") | {"topology": {"stages": 2}})
+
+    async def main() -> None:
+        async with kit.net(tmp_path / "run", spec=spec) as net:
+            net.swarm = swarm = kit.Swarm()
+            client = net.client(0, module="stage-1")
+            await client.join()
+            moves = []
+            for module in ("stage-1", "stage-1", "stage-2", "stage-2"):
+                await client.heartbeat(swarm.status(0, module=module))
+                moves.append([m.moves for m in net.up.coordinator.status().modules])
+            assert moves == [[0, 0], [0, 0], [0, 1], [0, 1]]
+
+    kit.run(main())

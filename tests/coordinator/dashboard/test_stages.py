@@ -52,6 +52,13 @@ def test_a_narrow_column_keeps_names_rates_and_omissions(staged):
     assert "coral" in rows[5] and "tok/s" not in rows[5]
 
 
+def test_peers_that_moved_to_a_stage_are_counted(staged):
+    status = staged()
+    reached = replace(status.modules[0], moves=2)
+    rows = drawn(replace(status, modules=[reached, *status.modules[1:]]), width=160)
+    assert rows[4].count("2 moved in") == rows[4].count("moved in") == 1
+
+
 def test_stages_before_the_first_in_view_are_left_out(staged):
     status = staged(stages=6)
     rows = drawn(status, width=2 * MIN_CELLS + 3, first=4)

@@ -335,13 +335,20 @@ class Hop:
         return actions
 
     def _start_job(self, now_s: float) -> bool:
-        if self._books.steps.is_due:
+        if self._books.steps.is_due and not self._is_evaluating:
             self._take_step()
             return True
         job = self._books.jobs.take()
         if job is not None:
             self._run(*job)
         return job is not None or (self._is_first and self._begin(now_s))
+
+    @property
+    def _is_evaluating(self) -> bool:
+        """Whether evaluations of this origin are not over; its trainer takes no step meanwhile."""
+        return self._is_first and (
+            self._evaluations > 0 or any(not one.key.trains for one in self._books)
+        )
 
     def _take_step(self) -> None:
         self._books.jobs.start_step()

@@ -15,7 +15,6 @@ import hashlib
 import logging
 import math
 import time
-from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -119,8 +118,6 @@ class StageLearner:
         self._held: dict[PassKey, tuple[WeightGradients, float]] = {}
         self._loss_sum, self._losses = 0.0, 0
         self._is_open = False
-        self._later: deque[Job] = deque()
-        """jobs that came after a step, while it could not be taken"""
         self.waited_s = 0.0
         """Seconds without a job."""
         self._busy_s = self._busy_tokens = 0.0
@@ -144,7 +141,7 @@ class StageLearner:
         self._open()
         self._end_step()
         while not self._is_stopped():
-            job = self._later.popleft() if self._later else self._next()
+            job = self._next()
             if isinstance(job, TakeStep):
                 self._owes_step = True
                 if self.compute.microbatches:
@@ -158,7 +155,7 @@ class StageLearner:
         """Send held-out microbatches through the pipeline, from its first stage.
 
         The loss is that of the parameters which the stages have at that moment. Training goes on
-        meanwhile, but for this stage's steps.
+        meanwhile, but for this stage's steps, which the flow puts off.
 
         Returns:
             The mean loss in nats a token; NaN if none came back.
@@ -167,19 +164,17 @@ class StageLearner:
             StoppedInStep: the trainer is stopped.
         """
         self._open()
+        self._bench.report("evaluate", microbatches)  # before the flow may name another step
         self._end_step()
-        self._bench.report("evaluate", microbatches)
-        losses, left, is_due = list[float](), microbatches, False
+        losses, left = list[float](), microbatches
         while left and not self._is_stopped():
             job = self._next()
             if isinstance(job, MicrobatchEnded):
                 left -= 1
                 losses += [] if job.loss is None else [job.loss]
-            elif isinstance(job, TakeStep):
-                is_due = True
-                self._later.append(job)
-            elif job is not None and is_due and _trains(job):
-                self._later.append(job)
+            elif isinstance(job, TakeStep):  # named before; what it counts was in the last one
+                self._owes_step = True
+                self._end_step()
             elif job is not None:
                 self._do(job)
         if left:
@@ -266,7 +261,7 @@ class StageLearner:
                 self._backward(job)
             case "evaluate":
                 loss = self.compute.evaluate(self._input(job), _targets(_tokens(job)))
-                self._bench.report("evaluated", job.key, float(loss))
+                self._bench.report("evaluated", job.key, _finite(float(loss)))
 
     def _begin(self, job: RunJob) -> None:
         assert self._draw is not None  # the flow begins microbatches at the first stage alone
@@ -293,7 +288,8 @@ class StageLearner:
         targets_BT = _targets(_tokens(job))
         half = self.compute.loss_and_gradient(self._input(job), targets_BT, seed=_seed(job.key))
         assert half.input_gradient_BTD is not None  # the last stage is not the first one
-        self._send_back(job, half.input_gradient_BTD, half.loss)
+        assert half.loss is not None
+        self._send_back(job, half.input_gradient_BTD, _finite(half.loss))
         self._add(job, half.weights(), half.loss)
 
     def _backward(self, job: RunJob) -> None:
@@ -350,11 +346,6 @@ class StageLearner:
         return codec.decode(frame, batch * length, width).view(shape)
 
 
-def _trains(job: RunJob | SettleHeld) -> bool:
-    """Return whether a job belongs to training, so that it waits for a step that is due."""
-    return job.key.trains
-
-
 def _tokens(job: RunJob) -> Tensor:
     """Return inputs and targets, int64 `(B, T + 1)`."""
     ids = torch.frombuffer(bytearray(job.tokens), dtype=torch.int32)
@@ -363,6 +354,13 @@ def _tokens(job: RunJob) -> Tensor:
 
 def _targets(tokens_BT: Tensor) -> Tensor:
     return tokens_BT[:, 1:].contiguous()
+
+
+def _finite(loss: float) -> float:
+    """Return a loss that may travel; raise ValueError, which gives its microbatch up."""
+    if not math.isfinite(loss):
+        raise ValueError(f"expected a finite loss, got {loss}")
+    return loss
 
 
 def _seed(name: object) -> int:

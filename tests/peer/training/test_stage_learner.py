@@ -1,6 +1,7 @@
 """Stages that train over a network in memory, against the model in one piece."""
 
 import asyncio
+import math
 import random
 import threading
 
@@ -19,6 +20,7 @@ from atoll.peer.training import models
 from atoll.peer.training.devices import Device
 from atoll.peer.training.opening import build_stage, slices_of, stage_slices
 from atoll.peer.training.permission import Allowed
+from atoll.peer.training.stage_compute import StageCompute
 from atoll.peer.training.stage_learner import StageLearner, StoppedInStep, codecs_of
 
 VOCAB = 64
@@ -95,7 +97,7 @@ class Trainer(threading.Thread):
         self.stopping = threading.Event()
         self.losses, self.steps = [], steps
         self.drawn, self.held_out = batches(spec), batches(spec, seed=6)
-        self.before = None
+        self.before = self.after_step = None
         model = build_stage(spec, module, VOCAB, Allowed())
         self.learner = StageLearner(
             model,
@@ -120,6 +122,8 @@ class Trainer(threading.Thread):
             self.losses.append(gradient.loss)
             self.learner.optimizer.step()
             self.learner.clear()
+            if self.after_step is not None and self.learner.model.is_first:
+                self.after_step(self)
         while not self.stopping.is_set():
             self.learner.serve()
 
@@ -141,10 +145,10 @@ def record(peer, module):
     )
 
 
-def trained(spec, steps=STEPS, before=None):
+def trained(spec, steps=STEPS, before=None, after_step=None):
     """Train all stages, a peer each; return their trainers and hops.
 
-    `before` is called in the first one's thread, before its first step.
+    `before` is called in the first one's thread, before its first step; `after_step` after each.
     """
 
     async def main():
@@ -179,7 +183,7 @@ def trained(spec, steps=STEPS, before=None):
                 Trainer(spec, *each, steps) for each in zip(spec.modules, benches, strict=True)
             ]
             for trainer in trainers:
-                trainer.before = before
+                trainer.before, trainer.after_step = before, after_step
                 trainer.start()
             async with asyncio.timeout(60):
                 while min(len(trainer.losses) for trainer in trainers) < steps:
@@ -254,6 +258,37 @@ def test_held_out_text_goes_through_all_stages_while_they_train():
     # Before any step, so of the first parameters.
     assert measured == [pytest.approx(sum(losses) / 3, rel=1e-6)]
     assert hops[0].statistics().evaluated == 3
+    assert all(len(trainer.losses) == 4 for trainer in trainers)
+
+
+@pytest.mark.parametrize(("staleness", "accumulation"), [(0, 2), (1, 1), (1, 2)])
+def test_an_evaluation_ends_while_steps_are_due(staleness, accumulation):
+    """More microbatches than a peer has in flight, so some wait until others have gone."""
+    spec, measured = spec_of(staleness=staleness, accumulation=accumulation), []
+
+    def measures(trainer):
+        if len(trainer.losses) < 4:
+            measured.append(trainer.learner.evaluate(20))
+
+    trainers, _ = trained(spec, steps=4, after_step=measures)
+    assert len(measured) == 3 and all(math.isfinite(loss) for loss in measured)
+    assert all(len(trainer.losses) == 4 for trainer in trainers)
+
+
+def test_a_loss_that_is_not_finite_gives_its_microbatch_up_alone(monkeypatch):
+    honest = StageCompute.evaluate
+
+    def overflows(self, inputs, targets_BT=None):
+        found = honest(self, inputs, targets_BT)
+        return found if targets_BT is None else found * math.inf
+
+    monkeypatch.setattr(StageCompute, "evaluate", overflows)
+    measured = []
+    trainers, hops = trained(
+        spec_of(), steps=4, before=lambda trainer: measured.append(trainer.learner.evaluate(3))
+    )
+    assert math.isnan(measured[0])  # none came back
+    assert hops[-1].statistics().omitted == {"failed": 3}
     assert all(len(trainer.losses) == 4 for trainer in trainers)
 
 

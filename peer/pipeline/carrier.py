@@ -20,7 +20,6 @@ from atoll.dht.roster import PeerRecord
 from atoll.dht.tasks import KeptTasks
 from atoll.dht.transport import (
     MAX_MESSAGE_BYTES,
-    DeadlineExceeded,
     PeerUnreachable,
     Refused,
     Stream,
@@ -220,8 +219,19 @@ class Carrier:
         )
 
     async def _payload(self, stream: Stream, header: PassHeader) -> Payload:
-        """Read the bytes that a checked header announces."""
-        expected = payload_bytes(header, self._shape)
+        """Return the payload that a checked header announces, once it is read and checked too."""
+        try:
+            # The hop gives a pass up whose payload is late; what came of it must go as well.
+            async with asyncio.timeout(self.hop.arrival_s):
+                data = await self._bytes(stream, payload_bytes(header, self._shape))
+            payload: Payload = await self._compute(read_payload, header, data, self._shape)
+        except TimeoutError as error:
+            raise Refused(RefusalCode.BAD_MESSAGE, "the payload took too long") from error
+        except MalformedRecord as error:
+            raise Refused(RefusalCode.BAD_MESSAGE, str(error)) from error
+        return payload
+
+    async def _bytes(self, stream: Stream, expected: int) -> bytearray:
         data = bytearray()
         while len(data) < expected:
             piece = await stream.recv(timeout_s=PROGRESS_S)
@@ -231,11 +241,7 @@ class Carrier:
                     RefusalCode.BAD_MESSAGE, f"expected a payload of {expected} bytes, got {got}"
                 )
             data += piece
-        try:
-            payload: Payload = await self._compute(read_payload, header, data, self._shape)
-        except MalformedRecord as error:
-            raise Refused(RefusalCode.BAD_MESSAGE, str(error)) from error
-        return payload
+        return data
 
     async def _serve_note(self, remote: str, body: bytes) -> bytes:
         try:
@@ -256,7 +262,11 @@ class Carrier:
         """Send a pass; return why it failed, None if it was answered and, if accepted, taken."""
         is_connected = False
         try:
-            async with await self._transport.open(send.peer, PASS, timeout_s=CONNECT_S) as stream:
+            # Beyond its time a pass is of no use to anybody, and a slow peer would keep its bytes.
+            async with (
+                asyncio.timeout(send.header.remaining_ms / 1000),
+                await self._transport.open(send.peer, PASS, timeout_s=CONNECT_S) as stream,
+            ):
                 is_connected = True
                 await stream.send(send.header.encode(), timeout_s=ANSWER_S)
                 answer = PassAnswer.decode(await stream.recv(timeout_s=ANSWER_S) or b"")
@@ -266,7 +276,7 @@ class Carrier:
                 await self._send_payload(stream, send.payload)
                 if await stream.recv(timeout_s=PROGRESS_S) != TAKEN:
                     return "lost"
-        except DeadlineExceeded:
+        except TimeoutError:  # `DeadlineExceeded` is one
             return "timed-out"
         except PeerUnreachable:
             return "lost" if is_connected else "unreachable"

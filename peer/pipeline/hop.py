@@ -292,6 +292,11 @@ class Hop:
         return self._advance(now_s)
 
     @property
+    def arrival_s(self) -> float:
+        """Return the seconds that a payload may take; a pass is given up if it takes longer."""
+        return self._flow.intake.arrival_s
+
+    @property
     def due_s(self) -> float:
         """Return when `tick` has something to do; infinity if never."""
         own = min((one.due_s for one in self._books), default=inf)

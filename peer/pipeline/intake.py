@@ -34,7 +34,8 @@ class Intake:
     def __init__(self, *, stage: int, rules: HopRules, books: Books, rng: random.Random) -> None:
         """Take the stage that this peer serves, and its books."""
         self._stage, self._rules, self._books, self._rng = stage, rules, books, rng
-        self._arrival_s = ARRIVAL_SHARE * rules.lifetime_s
+        self.arrival_s = ARRIVAL_SHARE * rules.lifetime_s
+        """for which a payload may take"""
         self._broken: dict[str, Backoff] = {}
 
     def answer(self, peer: str, header: PassHeader, now_s: float) -> PassAnswer:
@@ -97,7 +98,7 @@ class Intake:
             key=header.key,
             deadline_s=now_s + min(header.remaining_ms / 1000, self._rules.lifetime_s),
             phase=Phase.ARRIVING,
-            due_s=now_s + self._arrival_s,
+            due_s=now_s + self.arrival_s,
             sequences=header.sequences,
             rows=header.rows,
             requesters=[peer],
@@ -119,5 +120,5 @@ class Intake:
         if one.arriving_from:
             return busy(JOB_S)
         one.arriving_from = peer
-        one.arriving_until_s = now_s + self._arrival_s
+        one.arriving_until_s = now_s + self.arrival_s
         return ACCEPTED

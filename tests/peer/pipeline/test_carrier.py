@@ -15,10 +15,17 @@ from atoll.dht.transport import Refused
 from atoll.peer.pipeline.actions import RunJob, TakeStep
 from atoll.peer.pipeline.carrier import NOTE, PASS, Carrier, Ended, Workbench
 from atoll.peer.pipeline.hop import Hop
-from atoll.peer.pipeline.messages import PIPELINE_PROTOCOL, FrameShape, PassHeader, Payload
+from atoll.peer.pipeline.messages import (
+    ACCEPTED,
+    PIPELINE_PROTOCOL,
+    FrameShape,
+    PassHeader,
+    Payload,
+)
 from atoll.peer.pipeline.passes import HopRules
 
 WIDTH, LENGTH = 16, 8
+LIFETIME_S = 20.0
 INCARNATION = "1" * 32
 
 
@@ -42,7 +49,7 @@ class Member:
         self.name, self.stage, self.shape = name, stage, shape
         self.jobs, self.ends, self.steps = Counter(), [], []
         self.bench = Workbench()
-        rules = HopRules(stages=2, shape=shape, lifetime_s=20.0, step_microbatches=2)
+        rules = HopRules(stages=2, shape=shape, lifetime_s=LIFETIME_S, step_microbatches=2)
         self.hop = Hop(
             me=name, incarnation=INCARNATION, stage=stage, rules=rules, rng=random.Random(name)
         )
@@ -96,9 +103,9 @@ class Member:
             self.bench.report("finished", job.key)
 
 
-def record(member):
+def record(member, name=None):
     return PeerRecord(
-        peer_id=member.name,
+        peer_id=name or member.name,
         addresses=(),
         incarnation=INCARNATION,
         role="trainer",
@@ -245,3 +252,53 @@ def test_a_length_beyond_the_runs_is_refused_unread():
         assert last.hop.statistics().held_bytes == 0
 
     with_members(use, "last")
+
+
+def test_a_payload_that_trickles_is_cut_off():
+    async def use(network, first, last):
+        stranger = network.transport("stranger")
+        announced, payload = header()
+        async with await stranger.open("last", PASS, timeout_s=1) as stream:
+            await stream.send(announced.encode(), timeout_s=1)
+            assert b"accepted" in await stream.recv(timeout_s=5)
+            sent = 0
+            with pytest.raises(Refused, match="too long"):
+                while sent < len(payload.tokens):
+                    await stream.send(payload.tokens[sent : sent + 1], timeout_s=5)
+                    sent += 1
+                    await asyncio.sleep(1.0)  # each byte well within the time for a message
+                await stream.recv(timeout_s=5)
+        assert sent <= last.hop.arrival_s + 1
+        assert last.hop.statistics().in_flight == 0
+
+    with_members(use, "last")
+
+
+def test_a_peer_that_reads_slowly_keeps_no_payload_beyond_its_time(monkeypatch):
+    took_s, honest = [], Carrier._sent
+
+    async def timed(self, send):
+        began_s = asyncio.get_running_loop().time()
+        try:
+            return await honest(self, send)
+        finally:
+            took_s.append(asyncio.get_running_loop().time() - began_s)
+
+    monkeypatch.setattr(Carrier, "_sent", timed)
+
+    async def use(network, first):
+        async def reads_slowly(remote, stream):
+            await stream.recv(timeout_s=5)
+            await stream.send(ACCEPTED.encode(), timeout_s=5)
+            while await stream.recv(timeout_s=60) is not None:
+                await asyncio.sleep(9.0)
+
+        network.transport("slow").serve_stream(PASS, reads_slowly)
+        first.most = 1
+        first.carrier.look([record(first, "slow")])
+        await until(lambda: first.ends)
+        assert first.ends[0].omission == "late"
+        await until(lambda: took_s, limit_s=200)
+        assert max(took_s) <= LIFETIME_S
+
+    with_members(use, width=2_000_000)  # 16 MB, a message each 9 s

@@ -20,7 +20,7 @@ from atoll.coordinator.invites import InviteDesk, InvitesError
 from atoll.coordinator.kept_log import KeptLog, LogParts, Surroundings
 from atoll.coordinator.module_status import with_peers, with_valid_losses
 from atoll.coordinator.policies import electable
-from atoll.coordinator.presence import Presence, mean
+from atoll.coordinator.presence import MAX_PEERS, Presence, mean
 from atoll.coordinator.run.keys import RunKeys
 from atoll.coordinator.run.levels import Level
 from atoll.coordinator.run.spec import RunSpec
@@ -122,7 +122,8 @@ class Coordinator:
         self.logs = {log.name: log for log in logs}
         """The logs of the run's modules, by name."""
         self._placed: dict[str, tuple[str, float]] = {}
-        """By PeerID: the module that a peer was given when it joined, and when."""
+        """By PeerID: the module that a peer of a pipeline was given when it joined, and when; those
+        that came first are first."""
         self._moves: Counter[str] = Counter()
         """By module, the peers that came from another one."""
         if self._is_finished():
@@ -141,19 +142,26 @@ class Coordinator:
         """
         chooses = module or len(self.logs) == 1
         log = self.log_of(module if chooses else self._needs_most(peer_id))
-        self._placed[peer_id] = (log.name, self._steady())
+        if len(self.logs) > 1:
+            self._placed.pop(peer_id, None)
+            self._placed[peer_id] = (log.name, self._steady())
+            self._forget_placed()
         return log
+
+    def _forget_placed(self) -> None:
+        """Forget who joined long ago; of very many, since anyone can join under many keys, more."""
+        long_ago_s = self._steady() - PLACED_S
+        while self._placed:
+            first, (_, at_s) = next(iter(self._placed.items()))
+            if at_s > long_ago_s and len(self._placed) <= MAX_PEERS:
+                break
+            del self._placed[first]
 
     def _needs_most(self, newcomer: str) -> str:
         """Return the module with the fewest trainers, those included that are about to begin."""
-        now_s = self._steady()
-        self._placed = {
-            peer: (module, at_s)
-            for peer, (module, at_s) in self._placed.items()
-            if now_s - at_s < PLACED_S
-        }
+        self._forget_placed()
         of_peer = {peer: module for peer, (module, _) in self._placed.items()}
-        of_peer |= {m.status.peer_id: m.status.module for m in self.presence.alive(now_s)}
+        of_peer |= {m.status.peer_id: m.status.module for m in self.presence.alive(self._steady())}
         of_peer.pop(newcomer, None)
         serving = Counter(of_peer.values())
         return min(self.logs, key=lambda module: serving[module])

@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+from atoll.coordinator.coordinator import PLACED_S
+from atoll.coordinator.presence import MAX_PEERS
 from atoll.coordinator.rpc.client import CoordinatorClient
 from atoll.coordinator.rpc.client_errors import CoordinatorError
 from atoll.coordinator.run.spec import RunSpec
@@ -126,5 +128,25 @@ def test_epochs_and_snapshots_are_those_of_the_peers_module(kit: Any, tmp_path: 
             assert snapshot.root == logs[SECOND].replica.store.snapshot(0).root
             with pytest.raises(CoordinatorError, match="expected a module"):
                 await client.heartbeat(one.status(0))
+
+    kit.run(main())
+
+
+def test_peers_that_join_and_never_report_are_forgotten(kit: Any, tmp_path: Path) -> None:
+    async def main() -> None:
+        async with kit.net(tmp_path / "run", spec=STAGED) as net:
+            coordinator, now_s = net.up.coordinator, 1000.0
+            coordinator._steady = lambda: now_s
+            for number in range(MAX_PEERS + 100):  # each under a key of its own
+                coordinator.place(f"peer-{number}", FIRST)
+            assert len(coordinator._placed) == MAX_PEERS
+            assert coordinator.place("newcomer", "").name == SECOND
+            now_s += PLACED_S + 1
+            coordinator.place("later", SECOND)
+            assert list(coordinator._placed) == ["later"]
+            assert coordinator.place("newcomer", "").name == FIRST
+        async with kit.net(tmp_path / "dense") as net:
+            net.up.coordinator.place("peer", "")
+            assert not net.up.coordinator._placed
 
     kit.run(main())

@@ -2,7 +2,7 @@
 
 A signed record is the msgpack list
 
-    [2, body, credential, signature]
+    [3, body, credential, signature]
 
 of a version, `PeerRecord`'s fields as a msgpack list in their order (the last two, the module and
 the place in it, only if there is a module), the peer's admission, and an Ed25519 signature by the

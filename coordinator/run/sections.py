@@ -43,7 +43,7 @@ _OWN_KEYS = {
 
 LONGEST = 10  # times the shortest window; a rate that falls to a tenth would call for 100 times
 
-MAX_STAGES = 256  # of a pipeline; one layer each of the deepest models
+MAX_STAGES = 64  # of a pipeline: a return names a peer of each, in a header of 12 kB
 
 MIN_KEEPERS = 4  # with which one may lie: 3f + 1
 

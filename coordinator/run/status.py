@@ -31,7 +31,7 @@ EVENTS = 256  # newest events in a RunStatus
 MAX_PEERS_SHOWN = 4096  # in a RunStatus
 MAX_UNREACHED = 16  # peers that one names as out of its reach
 MAX_GAPS = 64  # newest gaps in a RunStatus
-MAX_MODULES = 256  # of a run
+MAX_MODULES = 64  # of a run
 
 CANNOT_REACH = (
     "cannot reach each other, so work of one may not count with the other; open or forward a TCP "

@@ -297,14 +297,17 @@ class Service:
     async def _fetch(
         self, request: pb.FetchRequest, _: _Call, __: AsyncIterator[Any]
     ) -> AsyncGenerator[pb.FetchReply]:
+        what = request.WhichOneof("what")
+        if what == "tokenizer":  # of the run, not of a module
+            async for reply in self._tokenizer():
+                yield reply
+            return
         store = self._run.log_of(request.module).replica.store
         kinds: dict[str | None, Callable[[LogStore, Any], AsyncIterator[pb.FetchReply]]] = {
             "entries": self._entries,
             "snapshot": self._snapshot,
             "leaves": self._leaves,
-            "tokenizer": self._tokenizer,
         }
-        what = request.WhichOneof("what")
         if what not in kinds:
             raise Refusal(
                 RefusalStatus.INVALID_ARGUMENT, "expected entries, snapshot, leaves or tokenizer"
@@ -361,9 +364,7 @@ class Service:
             async for index, data in _in_thread(_read_leaves(info, indices)):
                 yield pb.FetchReply(leaf=pb.Leaf(index=index, data=data))
 
-    async def _tokenizer(
-        self, _: LogStore, __: pb.TokenizerRequest
-    ) -> AsyncIterator[pb.FetchReply]:
+    async def _tokenizer(self) -> AsyncIterator[pb.FetchReply]:
         packed = self._packed_tokenizer
         if not packed:
             raise NotStored("the run's tokenizer does not travel with the run")

@@ -120,6 +120,7 @@ def request_of(
         f"disk: about {size(needs.peer_disk)}, and {size(needs.peer_disk_free)} free beside it",
         f"traffic: about {size(traffic)} each way per round of {spec.outer.inner_steps} steps; "
         f"{size(traffic * ROUNDS_PER_DAY)} a day at one round a minute",
+        *_flow_of(module),
     )
     # A peer of a pipeline may serve another stage later; its owner is not asked again for that.
     amount = layout.numel if module == WHOLE else f"{spec.topology.stages} stages"
@@ -132,6 +133,16 @@ def _part(spec: RunSpec, module: str) -> str:
     if module == WHOLE:
         return ""
     return f", {module} of {spec.topology.stages}; the run may move this machine to another stage"
+
+
+def _flow_of(module: str) -> tuple[str, ...]:
+    """Return what else a peer of a pipeline sends."""
+    if module == WHOLE:
+        return ()
+    return (
+        "pipeline: beside that, activations and their gradients travel between peers all the time, "
+        "with the text's tokens, which peers of later stages can read",
+    )
 
 
 def needs_of(spec: RunSpec, layout: Layout) -> Resources:

@@ -171,9 +171,14 @@ class PipelineRun(LogRun):
         while True:
             if self._carrier is not None:
                 seen = self._env.neighbours.roster.seen
-                trainers = [each for each in seen if each.role == "trainer"]
-                self._carrier.look([each for each in trainers if each.module in following])
+                self._carrier.look([each for each in seen if _serves(each, following)])
             await asyncio.sleep(LOOK_S)
+
+
+def _serves(record: PeerRecord, modules: Sequence[str]) -> bool:
+    """Return whether a peer takes passes for one of these modules."""
+    is_there = record.place is not None and record.place.duty == "serving"
+    return record.role == "trainer" and record.module in modules and is_there
 
 
 def stage_needs(spec: RunSpec, known: Slices) -> tuple[StageNeeds, ...]:

@@ -238,6 +238,11 @@ def _take_part(
     options: RunOptions, thread: LoopThread[Peer], narrator: Narrator, stop: Stop
 ) -> bool:
     """Train, or lead and vote; return whether the run is complete."""
+    if isinstance(thread.value.run, PipelineRun) and options.ranks.size > 1:
+        raise WrongRole(
+            "a stage of a pipeline is trained by one process; start one peer a GPU, each with its "
+            "own --state-dir, without --gpus and --ranks"
+        )
     if not thread.value.is_keeper:
         with closing(thread.value.run.reducer(thread)) as reducer:
             return _train(options, reducer, narrator, stop)

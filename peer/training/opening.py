@@ -5,6 +5,8 @@ Nothing beyond the built-in parts is read or run unless its owner has allowed it
 
 from torch import Tensor, nn
 
+from atoll.compression.activations import parse_activations
+from atoll.compression.base import CodecError
 from atoll.coordinator.run.spec import RunSpec
 from atoll.optim.log.replica import WHOLE
 from atoll.optim.state.layout import Layout
@@ -147,7 +149,19 @@ def build_stage(spec: RunSpec, module: str, vocab_size: int, allowed: Allowed) -
         ModelError: the model is not usable, or cannot be cut into stages.
     """
     known = slices_of(spec, vocab_size, allowed)
+    _expect_codecs(spec, known.shape.width)
     return known.build(stage_slices(spec, known, module), seed=spec.run.seed)
+
+
+def _expect_codecs(spec: RunSpec, width: int) -> None:
+    """Check that the run's codecs fit the width of what flows between stages."""
+    for name in ("activations", "gradients"):
+        try:
+            parse_activations(getattr(spec.topology, name)).frame_bytes(1, width)
+        except CodecError as error:
+            raise ModelError(
+                f"topology.{name}: does not fit a model of width {width}: {error}"
+            ) from error
 
 
 def first_state(

@@ -65,8 +65,9 @@ TOKENIZER_FIELDS = {
 }
 
 
-def test_the_tokenizer_travels_with_the_run(kit: Any, tmp_path: Path) -> None:
-    fields = kit.SPEC.model_dump() | {"data": TOKENIZER_FIELDS}
+@pytest.mark.parametrize("stages", [1, 2])
+def test_the_tokenizer_travels_with_the_run(kit: Any, tmp_path: Path, stages: int) -> None:
+    fields = kit.SPEC.model_dump() | {"data": TOKENIZER_FIELDS, "topology": {"stages": stages}}
     spec, reads = RunSpec.from_dict(fields), []
 
     def read() -> bytes:

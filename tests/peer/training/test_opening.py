@@ -1,0 +1,58 @@
+"""What a run's spec names, opened on this machine: the parts that pipelines add."""
+
+import pytest
+import torch
+
+from atoll.coordinator.run.spec import RunSpec
+from atoll.peer.errors import ModelError
+from atoll.peer.training.opening import (
+    build_stage,
+    expect_params,
+    first_state,
+    slices_of,
+    stage_sizes,
+    stage_slices,
+)
+from atoll.peer.training.permission import Allowed
+
+VOCAB = 256
+
+
+def staged(stages=3, **topology):
+    return RunSpec.from_dict({"topology": {"stages": stages} | topology})
+
+
+def test_first_states_of_all_stages_are_the_whole_model_once():
+    spec = staged()
+    known = slices_of(spec, VOCAB, Allowed())
+    whole = known.build(range(len(known)), seed=spec.run.seed)
+    states = [first_state(spec, Allowed(), module=module) for module in spec.modules]
+    names = [name for state in states for name in state.layout.names]
+    assert sorted(names) == sorted(name for name, _ in whole.named_parameters())
+    assert len(set(names)) == len(names)
+    for module, state in zip(spec.modules, states, strict=True):
+        stage = build_stage(spec, module, VOCAB, Allowed())
+        assert torch.equal(state.params_N, state.layout.flatten(stage))
+
+
+def test_another_size_than_was_claimed_is_refused_for_the_stage():
+    spec = staged(2)
+    known = slices_of(spec, VOCAB, Allowed())
+    sizes = [known.layout(stage_slices(spec, known, module)).numel for module in spec.modules]
+    assert sizes == [params for _, params in stage_sizes(spec, known)]
+    for module, size in zip(spec.modules, sizes, strict=True):
+        expect_params(spec, VOCAB, size, module=module)
+        with pytest.raises(ModelError, match="as was claimed"):
+            expect_params(spec, VOCAB, size + 1, module=module)
+
+
+@pytest.mark.parametrize("name", ["activations", "gradients"])
+def test_a_codec_that_does_not_fit_the_width_is_refused_at_the_start(name):
+    spec = staged(2, **{name: "subspace(k=500)"})
+    with pytest.raises(ModelError, match=rf"topology\.{name}: does not fit a model of width 192"):
+        first_state(spec, Allowed(), module="stage-1")
+
+
+def test_more_stages_than_slices_are_refused():
+    with pytest.raises(ModelError, match="change stages"):
+        first_state(staged(5), Allowed(), module="stage-1")  # nano has four slices

@@ -41,8 +41,9 @@ class HopRules:
     """Inner steps that a peer may take between a microbatch's forward and its gradient."""
     exact: bool = False
     """Gradients are held until the origin says which peers' count."""
-    max_in_flight: int = 16
-    """Microbatches in work at one peer."""
+    max_in_flight: int = 32
+    """Microbatches in work at one peer. With 16 the links between three stages were idle for 15 to
+    18% of the time at 25 Mbit/s, with 32 for 5 to 10% (in virtual time, by turns at each link)."""
     max_bytes: int = 1 << 30
     """Of frames and tokens that one peer keeps; one origin or sender gets half."""
     max_passes: int = 1 << 16

@@ -1,0 +1,540 @@
+#!/usr/bin/env python3
+"""Measure pipelines of real processes: their throughput against its bound, and under churn.
+
+    ./scripts/bench pipeline                        everything; needs root
+    ./scripts/bench pipeline --only links,unequal
+    ./scripts/bench pipeline --only churn --minutes 10
+    ./scripts/bench pipeline --save                 also write docs/benchmarks/pipeline.md and .json
+    ./scripts/bench pipeline --json                 the results as JSON on the last line
+
+    links     3 stages, 6 peers, at 10, 25 and 100 Mbit/s and 5 and 50 ms, in one run after another
+    drained   the same at 25 Mbit/s and 50 ms, with steps that wait for all that is under way
+    unequal   2 stages, 6 peers; those of the last stage are slow as 1:2:4
+    1f1b      torch.distributed.pipelining over gloo on the same hosts, at 25 Mbit/s and 50 ms
+    churn     3 stages, 6 peers; one is killed each minute and started again
+
+A coordinator with a public address and the peers are processes on hosts of `WanLab`, with a model
+whose slices mostly wait (`pipeline_lab.py`). Exits with 1 if a target is missed, and with 2 if
+nothing can be measured.
+"""
+
+import argparse
+import json
+import random
+import signal
+import statistics
+import sys
+import tempfile
+import time
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from bench_allreduce import lab_is_possible
+from bench_nat import progress, wait_until
+from circumstances import circumstances, commit, today
+from pipeline_lab import (
+    RIVAL_HOSTS,
+    ROWS,
+    WIDTH,
+    Counts,
+    Flowing,
+    Pipeline,
+    RivalStep,
+    busy_cores,
+    counts,
+    peer_bound,
+    rival_steps,
+    stage_rate,
+)
+
+from atoll.dht.testing.wan import WanLab, WanLink
+
+ROOT = Path(__file__).resolve().parent.parent
+SAVED = ROOT / "docs" / "benchmarks" / "pipeline.json"
+PAGE = ROOT / "docs" / "benchmarks" / "pipeline.md"
+MARKS = ("<!-- rows of pipeline.json -->", "<!-- end of rows -->")
+# docs/benchmarks/pipeline.md states what each of these is about.
+RATIO, UNEQUAL, LIVING = 0.85, 0.9, 0.9
+SETTLE_S, MEASURE_S = 12.0, 40.0
+FIRST_S = 120.0  # until all peers have counted something
+RARE = 100_000  # steps of a window: no round while throughput is measured
+# From slow to fast, as peers are given up by how long returns usually take.
+LINKS = [(mbit, rtt) for mbit in (10.0, 25.0, 100.0) for rtt in (50.0, 5.0)]
+STRIKE_EVERY_S, AWAY_S = 60.0, 5.0
+EQUAL = Pipeline(
+    forward_s=(0.035,) * 3, factors=(1.0,) * 6, microbatches=32, staleness=2, inner_steps=RARE
+)
+DRAINED = replace(EQUAL, staleness=0)
+UNEQUAL_PEERS = Pipeline(
+    forward_s=(0.02, 0.05),
+    factors=(1.0, 1.0, 1.0, 2.0, 1.0, 4.0),
+    microbatches=32,
+    staleness=2,
+    inner_steps=RARE,
+)
+CHURNED = replace(EQUAL, inner_steps=8)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """A pipeline in its steady state, measured."""
+
+    case: str
+    mbit: float
+    rtt_ms: float
+    microbatches: int
+    """of a step"""
+    staleness: int
+    tokens_per_s: float
+    bound_tokens_per_s: float
+    ratio: float
+    binds: str
+    """what the bound is of"""
+    rates: list[float]
+    """microbatches a second of each peer, by stage and then by host"""
+    waits: list[dict[str, float]]
+    """fraction of the time that the trainers of each stage waited, by reason"""
+    resends: int
+    omitted: int
+    double_counts: int
+    link_use: float
+    """of the busiest host's uplink, headers included"""
+    busy_cores: float
+    """of this machine"""
+
+    @property
+    def missed(self) -> list[str]:
+        """The target that this row misses."""
+        target = UNEQUAL if self.case == "unequal" else RATIO
+        is_judged = self.case != "drained" and self.ratio < target
+        return [f"{self.case}: {self.ratio:.2f} of the bound"] * is_judged
+
+
+@dataclass(frozen=True, kw_only=True)
+class Churn:
+    """A pipeline whose peers are killed, measured."""
+
+    minutes: float
+    kills: int
+    tokens_per_s: float
+    living_tokens_per_s: float
+    """bound of the slowest stage by the peers that trained at each moment, as a mean"""
+    undisturbed: float
+    """fraction of the bound before the first kill"""
+    fraction: float
+    rounds: list[int]
+    """of each stage"""
+    chains: int
+    """most different chains at one position of a stage"""
+    omitted: dict[str, int]
+    resends: int
+    double_counts: int
+    counted: int
+    """microbatches, at their origins"""
+    busy_cores: float
+
+    @property
+    def missed(self) -> list[str]:
+        """The targets that this run misses."""
+        return [
+            *([f"churn: {self.fraction:.2f} of the living"] * (self.fraction < LIVING)),
+            *([f"churn: {self.chains} different chains"] * (self.chains != 1)),
+        ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rival:
+    """Two chains of 1F1B with fixed wiring on the same hosts, measured."""
+
+    mbit: float
+    rtt_ms: float
+    tokens_per_s: float
+    bytes_per_token: int
+    """each way, at a peer of the stage in the middle"""
+    steps: int
+    busy_cores: float
+
+
+@contextmanager
+def running(pipeline: Pipeline, link: WanLink, *, in_turn: bool = False) -> Iterator[Flowing]:
+    """Run a pipeline in a lab, from when each of its peers has counted a step."""
+    links = [WanLink(delay_ms=link.delay_ms)] + [replace(link) for _ in range(pipeline.peers)]
+    with tempfile.TemporaryDirectory() as folder, WanLab(links) as lab:
+        with Flowing(lab, Path(folder), pipeline) as case:
+            case.begin(in_turn=in_turn)
+            wait_until(lambda: all_flow(case), FIRST_S, case.words)
+            yield case
+
+
+def all_flow(case: Flowing) -> bool:
+    """Return whether all peers have counted at least a step."""
+    flows = [peer["flow"] for peer in case.newest()]
+    least = case.pipeline.microbatches
+    return len(flows) == case.pipeline.peers and all(f and f["counted"] >= least for f in flows)
+
+
+def measure(case: Flowing, name: str, link: WanLink, seconds: float) -> Row:
+    """Measure a pipeline that runs, over the given time."""
+    before, sent = time.time(), list(case.lab.sent)
+    busy = busy_cores(lambda: time.sleep(seconds))
+    after = time.time()
+    used = [(now - then) for now, then in zip(case.lab.sent, sent, strict=True)]
+    found = [each for each in counts(list(case.looks())) if spans(each, before, after)]
+    pipeline = case.pipeline
+    stages = [[each for each in found if each.stage == n] for n in range(pipeline.stages)]
+    hosts = [sorted(int(each.name.rpartition("-")[2]) for each in stage) for stage in stages]
+    bounds = [stage_rate(pipeline, n, link, hosts[n]) for n in range(pipeline.stages)]
+    slowest = bounds.index(min(bounds))
+    rates = [
+        each.rate(before, after)
+        for stage in stages
+        for each in sorted(stage, key=lambda one: one.name)
+    ]
+    # All stages count the same microbatches, so the mean has the least noise of reports.
+    rate = statistics.mean(sum(each.rate(before, after) for each in stage) for stage in stages)
+    least = peer_bound(
+        slowest, stages=pipeline.stages, forward_s=pipeline.forward_s[slowest], link=link
+    )
+    return Row(
+        case=name,
+        mbit=link.up,
+        rtt_ms=2 * link.delay_ms,
+        microbatches=pipeline.microbatches,
+        staleness=pipeline.staleness,
+        tokens_per_s=ROWS * rate,
+        bound_tokens_per_s=ROWS * min(bounds),
+        ratio=rate / min(bounds),
+        binds=f"{least.binds} of stage {slowest + 1}",
+        rates=rates,
+        waits=[waits(stage, before, after) for stage in stages],
+        resends=total(found, "resends", before, after),
+        omitted=sum(omissions(found, before, after).values()),
+        double_counts=total(found, "double_counts", before, after),
+        link_use=max(used[1:]) * 8e-6 / (after - before) / link.up,
+        busy_cores=busy,
+    )
+
+
+def spans(one: Counts, from_s: float, until_s: float) -> bool:
+    """Return whether a process reported more than once in a window."""
+    return sum(from_s <= at_s <= until_s for at_s, _ in one.points) > 1
+
+
+def total(found: Sequence[Counts], name: str, from_s: float, until_s: float) -> int:
+    """Return how much a count grew in a window, over some processes."""
+    ends = [each.between(from_s, until_s) for each in found]
+    return sum(int(last[name] - first[name]) for first, last, _ in ends)
+
+
+def omissions(found: Sequence[Counts], from_s: float, until_s: float) -> dict[str, int]:
+    """Return how many passes were given up in a window, by reason."""
+    grown: Counter[str] = Counter()
+    for each in found:
+        first, last, _ = each.between(from_s, until_s)
+        grown.update(last["omitted"])
+        grown.subtract(first["omitted"])
+    return {reason: number for reason, number in grown.items() if number}
+
+
+def waits(stage: Sequence[Counts], from_s: float, until_s: float) -> dict[str, float]:
+    """Return the fraction of a window that trainers waited, by reason, as a mean over peers."""
+    grown: defaultdict[str, float] = defaultdict(float)
+    for each in stage:
+        first, last, took_s = each.between(from_s, until_s)
+        for reason, waited_s in last["waited_s"].items():
+            grown[reason] += (waited_s - first["waited_s"].get(reason, 0.0)) / took_s / len(stage)
+    return {reason: round(share, 3) for reason, share in grown.items() if share >= 0.005}
+
+
+def over_links(seconds: float) -> Iterator[Row]:
+    """Measure one run at all links, from slow to fast."""
+    first = link_of(*LINKS[0])
+    with running(EQUAL, first) as case:
+        for mbit, rtt_ms in LINKS:
+            link = link_of(mbit, rtt_ms)
+            case.lab.links[:] = [WanLink(delay_ms=link.delay_ms)] + [link] * EQUAL.peers
+            time.sleep(SETTLE_S)
+            yield measure(case, f"{mbit:g} Mbit/s, {rtt_ms:g} ms", link, seconds)
+
+
+def link_of(mbit: float, rtt_ms: float) -> WanLink:
+    """Return the link of hosts between which a round trip takes so long."""
+    return WanLink(up=mbit, down=mbit, delay_ms=rtt_ms / 2)
+
+
+def drained(seconds: float) -> Iterator[Row]:
+    """Measure steps without staleness."""
+    link = link_of(25.0, 50.0)
+    with running(DRAINED, link) as case:
+        time.sleep(SETTLE_S)
+        yield measure(case, "drained", link, seconds)
+
+
+def unequal(seconds: float) -> Iterator[Row]:
+    """Measure a last stage of unequal peers."""
+    link = link_of(100.0, 5.0)
+    with running(UNEQUAL_PEERS, link, in_turn=True) as case:
+        time.sleep(2 * SETTLE_S)  # until each origin has measured each peer
+        yield measure(case, "unequal", link, seconds)
+
+
+def rival(seconds: float) -> Rival:
+    """Measure 1F1B of `torch.distributed.pipelining`, without its first step."""
+    link = link_of(25.0, 50.0)
+    with tempfile.TemporaryDirectory() as folder, WanLab([link] * RIVAL_HOSTS) as lab:
+        found: list[list[RivalStep]] = []
+        busy = busy_cores(
+            lambda: found.extend(rival_steps(lab, Path(folder), EQUAL.forward_s[0], seconds))
+        )
+    # The chains exchange nothing. All ranks of one take as long.
+    chains = [found[rank][1:] for rank in range(0, RIVAL_HOSTS, EQUAL.stages)]
+    rates = [sum(n for _, n in steps) / sum(s for s, _ in steps) for steps in chains]
+    return Rival(
+        mbit=link.up,
+        rtt_ms=2 * link.delay_ms,
+        tokens_per_s=sum(rates),
+        bytes_per_token=2 * 2 * WIDTH,
+        steps=min(map(len, chains)),
+        busy_cores=busy,
+    )
+
+
+def churn(minutes: float, seed: int = 1) -> Churn:
+    """Kill a peer each minute, and start it again."""
+    link, rng, kills = link_of(25.0, 50.0), random.Random(seed), list[tuple[int, float]]()
+    with running(CHURNED, link) as case:
+        time.sleep(SETTLE_S)
+        began_s = time.time()
+        until_s = began_s + 60 * minutes
+
+        def strike() -> None:
+            while (left_s := until_s - time.time()) > 0:
+                time.sleep(min(STRIKE_EVERY_S, left_s))
+                if until_s - time.time() < STRIKE_EVERY_S / 4:
+                    time.sleep(max(0.0, until_s - time.time()))
+                    break
+                host = rng.randint(1, CHURNED.peers)
+                kills.append((host, time.time()))
+                case.kill(host)
+                progress(f"killed peer-{host}")
+                time.sleep(AWAY_S)
+                case.start_peer(host)
+
+        busy = busy_cores(strike)
+        looks = list(case.looks())
+        trained = {host: case.began_training_s(host) for host in range(1, CHURNED.peers + 1)}
+    return churn_of(looks, kills, trained, link, (began_s, until_s), busy)
+
+
+def churn_of(
+    looks: Sequence[dict[str, Any]],
+    kills: Sequence[tuple[int, float]],
+    trained: dict[int, list[float]],
+    link: WanLink,
+    window: tuple[float, float],
+    busy: float,
+) -> Churn:
+    """Return what the looks at a run with kills show.
+
+    Args:
+        looks: all of them.
+        kills: host and time of each.
+        trained: times at which the processes of each host began to train.
+        link: of all peers.
+        window: from when to when.
+        busy: cores that were.
+    """
+    from_s, until_s = window
+    everyone = counts(looks)
+    found = [each for each in everyone if spans(each, from_s, until_s)]
+    stage_of = {int(each.name.rpartition("-")[2]): each.stage for each in everyone}
+    spans_of = {host: spells(trained[host], [t for h, t in kills if h == host]) for host in trained}
+
+    def living(at_s: float) -> float:
+        here = [host for host, own in spans_of.items() if any(a <= at_s < b for a, b in own)]
+        return min(
+            stage_rate(CHURNED, n, link, [h for h in here if stage_of[h] == n])
+            for n in range(CHURNED.stages)
+        )
+
+    moments = [from_s + n for n in range(int(until_s - from_s))]
+    could = statistics.mean(living(at_s) for at_s in moments)
+    counted = sum(total([each], "counted", from_s, until_s) for each in found if each.stage == 0)
+    first_s = min((at_s for _, at_s in kills), default=until_s)
+    calm = [each for each in found if spans(each, from_s, first_s) and each.stage == 0]
+    chains: dict[tuple[str, int], set[str]] = {}
+    for look in looks:
+        for peer in look["peers"]:
+            chains.setdefault((peer["module"], peer["position"]), set()).add(peer["chain"])
+    modules = sorted({module for module, _ in chains if module})
+    rate = counted / (until_s - from_s)
+    return Churn(
+        minutes=(until_s - from_s) / 60,
+        kills=len(kills),
+        tokens_per_s=ROWS * rate,
+        living_tokens_per_s=ROWS * could,
+        undisturbed=sum(each.rate(from_s, first_s) for each in calm) / living(from_s),
+        fraction=rate / could,
+        rounds=[max(n for module, n in chains if module == each) for each in modules],
+        chains=max(len(each) for (_, position), each in chains.items() if position),
+        omitted=omissions(found, from_s, until_s),
+        resends=total(found, "resends", from_s, until_s),
+        double_counts=total(found, "double_counts", from_s, until_s),
+        counted=counted,
+        busy_cores=busy,
+    )
+
+
+def spells(began_s: Sequence[float], killed_s: Sequence[float]) -> list[tuple[float, float]]:
+    """Return from when to when a host's peer trained."""
+    ends = [*killed_s, float("inf")]
+    return [(at_s, min(end_s for end_s in ends if end_s > at_s)) for at_s in began_s]
+
+
+def table(rows: Sequence[dict[str, Any]]) -> str:
+    """Return the rows as Markdown."""
+    lines = [
+        "| case | step | tokens/s | bound | of it | binds | trainers wait, by stage | uplink "
+        "| resent | omitted | twice | cores | date, commit |",
+        "|---" * 13 + "|",
+    ]
+    for row in rows:
+        step = f"{row['microbatches']}, staleness {row['staleness']}"
+        lines.append(
+            f"| {row['case']} | {step} | {row['tokens_per_s']:,.0f} "
+            f"| {row['bound_tokens_per_s']:,.0f} | {row['ratio']:.2f} | {row['binds']} "
+            f"| {'; '.join(map(told_waits, row['waits']))} | {row['link_use']:.0%} "
+            f"| {row['resends']} | {row['omitted']} | {row['double_counts']} "
+            f"| {row['busy_cores']:.1f} | {row['date']}, {row['commit']} |"
+        )
+    return "\n".join(lines)
+
+
+def told_waits(shares: dict[str, float]) -> str:
+    """Return for what the trainers of a stage waited, in words."""
+    return ", ".join(f"{reason} {share:.0%}" for reason, share in shares.items()) or "nothing"
+
+
+def churn_table(found: dict[str, Any]) -> str:
+    """Return the run with kills as Markdown."""
+    omitted = ", ".join(f"{reason} {n}" for reason, n in found["omitted"].items()) or "0"
+    return (
+        "| churn | kills | tokens/s | the living could | of it | before the first kill | rounds "
+        "| chains | counted | omitted | resent | twice | cores | date, commit |\n"
+        f"{'|---' * 14}|\n"
+        f"| {found['minutes']:.1f} min | {found['kills']} | {found['tokens_per_s']:,.0f} "
+        f"| {found['living_tokens_per_s']:,.0f} | {found['fraction']:.2f} "
+        f"| {found['undisturbed']:.2f} | {', '.join(map(str, found['rounds']))} "
+        f"| {found['chains']} | {found['counted']} | {omitted} | {found['resends']} "
+        f"| {found['double_counts']} | {found['busy_cores']:.1f} "
+        f"| {found['date']}, {found['commit']} |"
+    )
+
+
+def rival_table(found: dict[str, Any]) -> str:
+    """Return what another system reached as Markdown."""
+    return (
+        "| 1F1B over gloo | tokens/s | bytes a token, each way | steps | cores | date, commit |\n"
+        f"{'|---' * 6}|\n"
+        f"| {found['mbit']:g} Mbit/s, {found['rtt_ms']:g} ms | {found['tokens_per_s']:,.0f} "
+        f"| {found['bytes_per_token']:,} | {found['steps']} | {found['busy_cores']:.1f} "
+        f"| {found['date']}, {found['commit']} |"
+    )
+
+
+def tables(found: dict[str, Any]) -> str:
+    """Return all that was measured as Markdown."""
+    parts = [table(found["rows"])] if found["rows"] else []
+    parts += [rival_table(found["1f1b"])] if found["1f1b"] else []
+    parts += [churn_table(found["churn"])] if found["churn"] else []
+    return "\n\n".join(parts)
+
+
+def merged(known: dict[str, Any], found: dict[str, Any]) -> dict[str, Any]:
+    """Return what was saved before with what is new; each result keeps its own date and commit."""
+    by_case = {row["case"]: row for row in [*known.get("rows", ()), *found["rows"]]}
+    return {
+        "machine": found["machine"],
+        "rows": list(by_case.values()),
+        "1f1b": found["1f1b"] or known.get("1f1b"),
+        "churn": found["churn"] or known.get("churn"),
+    }
+
+
+def save(found: dict[str, Any], saved: Path = SAVED, page: Path = PAGE) -> None:
+    """Add to what was saved, and write the tables between the marks of the page."""
+    everything = merged(json.loads(saved.read_text()) if saved.exists() else {}, found)
+    saved.write_text(json.dumps(everything, indent=1) + "\n")
+    before, rest = page.read_text().split(MARKS[0])
+    _, after = rest.split(MARKS[1])
+    told = f"{everything['machine']}.\n\n{tables(everything)}"
+    page.write_text(f"{before}{MARKS[0]}\n\n{told}\n\n{MARKS[1]}{after}")
+
+
+CASES = {"links": over_links, "drained": drained, "unequal": unequal}
+
+
+def arguments() -> argparse.Namespace:
+    """Return the options."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add, names = parser.add_argument, [*CASES, "1f1b", "churn"]
+    add("--only", default="", help=f"comma-separated (default all), of: {', '.join(names)}")
+    add("--minutes", type=float, default=4.0, metavar="MIN", help="of churn (default: 4)")
+    add(
+        "--seconds",
+        type=float,
+        default=MEASURE_S,
+        metavar="S",
+        help=f"of each measurement (default: {MEASURE_S:g})",
+    )
+    add("--save", action="store_true", help=f"save the results in {SAVED.name} and {PAGE.name}")
+    add("--json", action="store_true", help="print the results as JSON on the last line")
+    options = parser.parse_args()
+    options.only = options.only.split(",") if options.only else names
+    if unknown := set(options.only) - set(names):
+        parser.error(f"no case {', '.join(sorted(unknown))}; choose from {', '.join(names)}")
+    return options
+
+
+def main() -> int:
+    """Measure what is asked for; return 1 if a target is missed, 2 if this machine cannot."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that hosts and peers are removed
+    options = arguments()
+    if why := lab_is_possible():
+        print(f"bench pipeline: {why}", file=sys.stderr)
+        return 2
+    found: dict[str, Any] = {**circumstances(), "rows": [], "1f1b": None, "churn": None}
+    missed: list[str] = []
+    origin = {"date": today(), "commit": commit()}
+    for name in options.only:
+        progress(name)
+        for row in CASES[name](options.seconds) if name in CASES else ():
+            progress(json.dumps(asdict(row)))
+            found["rows"].append(asdict(row) | origin)
+            missed += row.missed
+        if name == "1f1b":
+            found["1f1b"] = asdict(rival(options.seconds)) | origin
+            progress(json.dumps(found["1f1b"]))
+        if name == "churn":
+            killed = churn(options.minutes)
+            progress(json.dumps(asdict(killed)))
+            found["churn"] = asdict(killed) | origin
+            missed += killed.missed
+        if options.save:  # what is finished stays, whatever comes next
+            save(found)
+    print(tables(found))
+    for each in missed:
+        print(f"missed: {each}", file=sys.stderr)
+    if options.json:
+        print(json.dumps(found))
+    return int(bool(missed))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,113 @@
+"""The results of `scripts/bench_pipeline.py`: bounds, what is counted when, targets, the page."""
+
+import bench_pipeline
+import pipeline_lab
+import pytest
+
+from atoll.dht.testing.wan import WanLink
+
+LINK = WanLink(up=10.0, down=10.0)
+
+
+def flow(counted, **changes):
+    fields = {"counted": counted, "omitted": {}, "resends": 0, "double_counts": 0}
+    return fields | {"waited_s": {}} | changes
+
+
+def peer(name, module, counted, at, *, incarnation="a", position=1, chain="c"):
+    return {
+        "name": name,
+        "module": module,
+        "incarnation": incarnation,
+        "position": position,
+        "chain": chain,
+        "heard_at": at,
+        "flow": flow(counted),
+    }
+
+
+def row(case="10 Mbit/s, 5 ms", **changes):
+    fields = {"mbit": 10.0, "rtt_ms": 5.0, "microbatches": 32, "staleness": 2, "rates": [1.0]}
+    fields |= {"tokens_per_s": 900.0, "bound_tokens_per_s": 1000.0, "ratio": 0.9}
+    fields |= {"binds": "link of stage 2", "waits": [{"returns": 0.4}, {}], "resends": 0}
+    fields |= {"omitted": 0, "double_counts": 0, "link_use": 0.9, "busy_cores": 0.8}
+    return bench_pipeline.Row(case=case, **(fields | changes))
+
+
+def test_an_inner_stage_sends_both_ways_and_computes_forward_again():
+    first, inner, last = (
+        pipeline_lab.peer_bound(n, stages=3, forward_s=0.1, link=LINK) for n in range(3)
+    )
+    out, back = pipeline_lab.forward_bytes(), pipeline_lab.backward_bytes()
+    assert inner.link_s == pytest.approx(8e-7 * (out + back))
+    assert first.link_s == last.link_s == pytest.approx(8e-7 * out)
+    assert (first.compute_s, inner.compute_s) == pytest.approx((0.4, 0.4))
+    assert last.compute_s == pytest.approx(0.3)
+    assert (first.binds, inner.binds) == ("compute", "link")
+
+
+def test_unequal_peers_add_up():
+    pipeline = bench_pipeline.UNEQUAL_PEERS
+    rate = pipeline_lab.stage_rate(pipeline, 1, WanLink(up=1e6, down=1e6), [2, 4, 6])
+    assert rate == pytest.approx((1 + 1 / 2 + 1 / 4) / (3 * pipeline.forward_s[1]))
+
+
+def test_processes_are_counted_apart_by_the_time_of_their_reports():
+    looks = [
+        {"peers": [peer("peer-1", "stage-1", 10, 100.0)]},
+        {"peers": [peer("peer-1", "stage-1", 10, 100.0)]},
+        {"peers": [peer("peer-1", "stage-1", 30, 104.0)]},
+        {"peers": [peer("peer-1", "stage-1", 1, 109.0, incarnation="b")]},
+    ]
+    one, other = pipeline_lab.counts(looks)
+    assert len(one.points) == 2 and one.rate(99, 110) == 5.0
+    assert not bench_pipeline.spans(other, 99, 110)
+
+
+def test_a_peer_lives_from_its_first_step_to_its_death():
+    assert bench_pipeline.spells([10.0, 80.0], [60.0]) == [(10.0, 60.0), (80.0, float("inf"))]
+
+
+def churned(chain="c"):
+    names = [(f"peer-{n + 1}", f"stage-{n % 3 + 1}") for n in range(6)]
+    looks = []
+    for at in range(0, 121, 10):
+        peers = [peer(*each, at, at) for each in names if each[0] != "peer-2" or at <= 60]
+        peers[-1]["chain"] = chain
+        looks.append({"peers": peers})
+    return bench_pipeline.churn_of(
+        looks,
+        kills=[(2, 60.0)],
+        trained={n: [0.0] for n in range(1, 7)},
+        link=LINK,
+        window=(0.0, 120.0),
+        busy=1.0,
+    )
+
+
+def test_half_a_stage_could_do_half_while_its_other_peer_is_dead():
+    found = churned()
+    whole = bench_pipeline.ROWS * pipeline_lab.stage_rate(bench_pipeline.CHURNED, 1, LINK, [2, 5])
+    assert found.living_tokens_per_s == pytest.approx(0.75 * whole, rel=0.01)
+    assert found.counted == 240 and found.tokens_per_s == pytest.approx(2 * bench_pipeline.ROWS)
+
+
+def test_targets_that_are_missed_are_named():
+    assert row().missed == row("drained", ratio=0.5).missed == []
+    assert "0.84" in row(ratio=0.84).missed[0] and row("unequal", ratio=0.89).missed
+    assert churned().chains == 1
+    assert any("2 different chains" in each for each in churned("other").missed)
+
+
+def test_what_was_saved_stays_beside_what_is_new(tmp_path):
+    page, saved = tmp_path / "page.md", tmp_path / "saved.json"
+    page.write_text("Before.\n{}\nold\n{}\nAfter.\n".format(*bench_pipeline.MARKS))
+    origin = {"date": "2026-01-01", "commit": "abc"}
+    for case in ("10 Mbit/s, 5 ms", "unequal"):
+        found = {"machine": "One", "1f1b": None, "churn": None}
+        found["rows"] = [bench_pipeline.asdict(row(case)) | origin]
+        bench_pipeline.save(found, saved, page)
+    text = page.read_text()
+    assert "| 10 Mbit/s, 5 ms | 32, staleness 2 | 900 | 1,000 | 0.90 |" in text
+    assert "| unequal |" in text and "returns 40%; nothing" in text and "old" not in text
+    assert text.startswith("Before.") and text.rstrip().endswith("After.")

@@ -22,8 +22,6 @@ class StageMove:
     module: str
     """Where the peer goes."""
     came_from: str
-    at_s: float
-    """When it set out, on a steady clock of this machine."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,7 +11,6 @@ import asyncio
 import random
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 from atoll.coordinator.rpc.client import Joined
 from atoll.coordinator.run.spec import RunSpec
@@ -118,13 +117,12 @@ class PipelineRun(LogRun):
         """Put this peer's record into the roster, with its place in the pipeline."""
         view = self.progress.view()
         module, place = self._placing.place(
+            is_serving=self.progress.started,  # else it fetches a state, or builds its trainer
             tokens_per_s=view.able_tokens_per_s,
             download_mbit_s=self.reporter.download_mbit_s,
             device_bytes=memory_total(),
             now_s=time.monotonic(),
         )
-        if not self.progress.started:  # it fetches the state of its stage, or builds its trainer
-            place = replace(place, duty="moving")
         await self._env.neighbours.publish(
             self.epoch, self.position, view, module=module, place=place
         )
@@ -159,7 +157,7 @@ class PipelineRun(LogRun):
     async def _set_out(self, target: str) -> None:
         """Announce a move, finish what is in work, and let the trainer end."""
         self._env.report("info", f"moves from {self._env.module} to {target}, which needs it more")
-        self.moves = StageMove(module=target, came_from=self._env.module, at_s=time.monotonic())
+        self.moves = StageMove(module=target, came_from=self._env.module)
         await self.publish()
         if self._carrier is not None:
             self._carrier.act(self._carrier.hop.drain(asyncio.get_running_loop().time()))

@@ -56,35 +56,46 @@ class Placing:
         self._modules, self._me, self._module = list(modules), me, module
         self._rebalance_s = rebalance_s
         self._moved = moved
+        self._arrived_s = -math.inf if moved is None else math.inf
         self._confirmed = Confirmed(rebalance_s or math.inf)
         self._next_look_s = -math.inf
         self.leaves_for: str | None = None
         """The module that this peer is about to move to."""
 
     def place(
-        self, *, tokens_per_s: float, download_mbit_s: float, device_bytes: int, now_s: float
+        self,
+        *,
+        is_serving: bool,
+        tokens_per_s: float,
+        download_mbit_s: float,
+        device_bytes: int,
+        now_s: float,
     ) -> tuple[str, StagePlace]:
         """Return the module and the place that this peer announces.
 
         Args:
+            is_serving: whether it takes part in its stage; else it still fetches what that needs.
             tokens_per_s: that it can do in its stage; 0 before it was measured.
             download_mbit_s: measured; 0 if unknown.
             device_bytes: memory in which it holds a stage.
             now_s: the time.
         """
-        since_s = now_s - self._moved.at_s if self._moved is not None else math.inf
+        if is_serving:
+            self._arrived_s = min(self._arrived_s, now_s)
+        here_s = now_s - self._arrived_s  # less than 0 on its way
         came_from = ""
         if self.leaves_for is not None:
             came_from = self._module
-        elif self._moved is not None and since_s < STAGE_COOLDOWN_S:
+        elif self._moved is not None and here_s < STAGE_COOLDOWN_S:
             came_from = self._moved.came_from
+        stays = self.leaves_for is None
         return self.leaves_for or self._module, StagePlace(
-            duty="serving" if self.leaves_for is None else "moving",
+            duty="serving" if stays and is_serving else "moving",
             tokens_per_s=tokens_per_s,
             download_mbit_s=download_mbit_s,
             device_bytes=device_bytes,
             came_from=came_from,
-            is_rested=self.leaves_for is None and since_s >= PEER_COOLDOWN_S,
+            is_rested=stays and here_s >= PEER_COOLDOWN_S,
         )
 
     def look(

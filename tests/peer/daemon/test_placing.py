@@ -1,6 +1,7 @@
 """When a peer of a pipeline moves, by what it and the others announce."""
 
 import math
+from dataclasses import replace
 
 import pytest
 
@@ -18,6 +19,7 @@ from atoll.peer.pipeline.placement import (
 MODULES = ("stage-1", "stage-2")
 NEEDS = (StageNeeds(cost=1.0, state_bytes=1000, device_bytes=1000),) * 2
 ME = Elector(peer_id="ann", incarnation="1")
+MOVED = StageMove(module="stage-2", came_from="stage-1")
 
 
 def placing(me=ME, module="stage-1", **options):
@@ -40,6 +42,17 @@ def record(peer, module, incarnation="1", *, role="trainer", **place):
         protocol=1,
         module=module,
         place=StagePlace(**values),
+    )
+
+
+def announced(one, now_s, *, is_serving=True):
+    """What a peer announces of which nothing was measured."""
+    return one.place(
+        is_serving=is_serving,
+        tokens_per_s=0.0,
+        download_mbit_s=0.0,
+        device_bytes=0,
+        now_s=now_s,
     )
 
 
@@ -107,7 +120,9 @@ def test_a_mover_announces_where_it_goes_and_from_where():
         for one in (placing(Elector(peer_id=p, incarnation="1")) for p in ("ann", "ben"))
         if one.look(NEEDS, two, 0.0)
     )
-    module, place = mover.place(tokens_per_s=5.0, download_mbit_s=7.0, device_bytes=9, now_s=1.0)
+    module, place = mover.place(
+        is_serving=True, tokens_per_s=5.0, download_mbit_s=7.0, device_bytes=9, now_s=1.0
+    )
     assert module == "stage-2"
     assert (place.duty, place.came_from, place.is_rested) == ("moving", "stage-1", False)
     assert (place.tokens_per_s, place.download_mbit_s, place.device_bytes) == (5.0, 7.0, 9)
@@ -121,17 +136,27 @@ def test_a_mover_announces_where_it_goes_and_from_where():
         (PEER_COOLDOWN_S + 1, "", True),
     ],
 )
-def test_a_move_is_forgotten_after_a_while(since_s, came_from, is_rested):
-    moved = StageMove(module="stage-2", came_from="stage-1", at_s=100.0)
-    arrived = placing(module="stage-2", moved=moved)
-    module, place = arrived.place(
-        tokens_per_s=0.0, download_mbit_s=0.0, device_bytes=0, now_s=100.0 + since_s
-    )
+def test_a_move_is_forgotten_a_while_after_its_end(since_s, came_from, is_rested):
+    arrived = placing(module="stage-2", moved=MOVED)
+    for now_s in (1000.0, 1000.0 + since_s):
+        module, place = announced(arrived, now_s)
     assert module == "stage-2"
     assert (place.duty, place.came_from, place.is_rested) == ("serving", came_from, is_rested)
 
 
+def test_a_mover_counts_as_one_until_it_serves():
+    """However long its download takes: else a second peer would follow it."""
+    mover = placing(module="stage-2", moved=MOVED)
+    for now_s in (0.0, STAGE_COOLDOWN_S + 1, PEER_COOLDOWN_S + 1):
+        _, place = announced(mover, now_s, is_serving=False)
+        assert (place.duty, place.came_from, place.is_rested) == ("moving", "stage-1", False)
+    crowd = [record(peer, "stage-1") for peer in ("ben", "cas", "dan", "eli")]
+    on_its_way = replace(record("ann", "stage-2"), place=place)
+    assert moves([*crowd, record("fay", "stage-2")], 0.0)
+    assert not moves([*crowd, on_its_way], 0.0)
+
+
 def test_a_peer_that_never_moved_is_rested():
-    _, place = placing().place(tokens_per_s=0.0, download_mbit_s=0.0, device_bytes=0, now_s=0.0)
+    _, place = announced(placing(), 0.0)
     assert place == StagePlace()
     assert math.isfinite(place.tokens_per_s)

@@ -234,6 +234,11 @@ class RunSpec(Section):
         return tuple(stage_name(number) for number in range(self.topology.stages))
 
     @property
+    def planned_members(self) -> int:
+        """Peers that a round is planned for: in a pipeline those of one stage."""
+        return -(-self.round.min_peers // self.topology.stages)
+
+    @property
     def step_tokens(self) -> int:
         """Tokens of one peer's inner step."""
         return self.inner.batch_size * self.inner.grad_accumulation * self.data.seq_len
@@ -263,7 +268,7 @@ class RunSpec(Section):
             outer.method,
             rounds=self.run.rounds,
             inner_steps=outer.inner_steps,
-            peers=self.round.min_peers,
+            peers=self.planned_members,
         )
         options |= {key: value for key, value in given.items() if value != "auto"}
         if compression.codec != "auto" and parse(compression.codec).mode == "unbiased":

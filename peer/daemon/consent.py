@@ -157,7 +157,7 @@ def needs_of(spec: RunSpec, layout: Layout) -> Resources:
         frozen=_params_beneath(spec),
     )
     bodies = [cells_of(method, fragment).max_body_bytes(1) for fragment in fragments]
-    return resources(spec, method, weights, peers=spec.round.min_peers, bodies=bodies)
+    return resources(spec, method, weights, peers=spec.planned_members, bodies=bodies)
 
 
 def expect_room(needs: Resources, folder: Path) -> None:
@@ -207,7 +207,7 @@ def round_bytes(spec: RunSpec, layout: Layout) -> int:
     A peer sends its cells to the owners of their parts and, as an owner, results to all others; by
     gossip it sends one partner its pseudo-gradient and its weights.
     """
-    method, peers = spec.method(), spec.round.min_peers
+    method, peers = spec.method(), spec.planned_members
     with torch.device("meta"):  # index tensors of a large model take no memory
         fragments = method.fragments(layout)
     total = 0

@@ -275,3 +275,10 @@ def test_nobody_votes_by_gossip() -> None:
     text = '[round]\nelectors = "keepers"\n[outer]\nmethod = "noloco"\n'
     with pytest.raises(SpecError, match=r"round.electors: must be 'members' with 'noloco'"):
         RunSpec.from_toml(text)
+
+
+def test_the_outer_defaults_of_a_pipeline_are_for_the_peers_of_one_stage() -> None:
+    dense = RunSpec.from_dict({"round": {"min_peers": 2}})
+    staged = RunSpec.from_dict({"round": {"min_peers": 6}, "topology": {"stages": 3}})
+    assert (dense.planned_members, staged.planned_members) == (2, 2)
+    assert staged.method() == dense.method()

@@ -146,7 +146,7 @@ class Stop(threading.Event):
     def set(self) -> None:
         """End after the step in progress."""
         super().set()
-        for callback in self._callbacks:
+        for callback in list(self._callbacks):
             callback()
 
     def call(self, callback: Callable[[], None]) -> None:
@@ -154,6 +154,19 @@ class Stop(threading.Event):
         self._callbacks.append(callback)
         if self.is_set():
             callback()
+
+    @contextmanager
+    def part(self) -> Iterator[Stop]:
+        """Yield one that ends a part of the work; setting this one sets it too.
+
+        Afterwards this one keeps nothing of it: the callbacks of a stage hold its whole trainer.
+        """
+        part = Stop()
+        self.call(part.set)
+        try:
+            yield part
+        finally:
+            self._callbacks.remove(part.set)
 
 
 def run_peer(options: RunOptions, *, on_event: OnPeerEvent, ask: Ask | None = None) -> int:
@@ -188,25 +201,26 @@ def join_and_train(
     narrator = Narrator(on_event)
     with log_file(paths):
         while True:
-            stay = Stop()  # of one stage, if the run is a pipeline
-            stop.call(stay.set)
-            try:
-                thread = _open(options, narrator, stay, ask)
-            except KeyboardInterrupt:
-                return False
-            narrator.follow(thread.value)
-            try:
-                with closing(thread):
-                    is_over = _take_part(options, thread, narrator, stay)
-            except Exception as error:
-                narrator.emit("stopped", f"left the run: {error}", "error")
-                raise
+            with stop.part() as stay:  # in one stage, if the run is a pipeline
+                try:
+                    thread = _open(options, narrator, stay, ask)
+                except KeyboardInterrupt:
+                    return False
+                narrator.follow(thread.value)
+                try:
+                    with closing(thread):
+                        is_over = _take_part(options, thread, narrator, stay)
+                except Exception as error:
+                    narrator.emit("stopped", f"left the run: {error}", "error")
+                    raise
             moves = _move_of(thread.value)
             if moves is None or stop.is_set():
                 narrator.emit("stopped", "left the run")
                 return is_over
             # The same peer in another log: it leaves one cleanly, and recovers the other.
             options = replace(options, peer=replace(options.peer, moved=moves))
+            narrator.forget_peer()
+            del thread  # its state and its trainer, before there are others
 
 
 def _open(options: RunOptions, narrator: Narrator, stop: Stop, ask: Ask | None) -> LoopThread[Peer]:
@@ -238,7 +252,7 @@ def _take_part(
     options: RunOptions, thread: LoopThread[Peer], narrator: Narrator, stop: Stop
 ) -> bool:
     """Train, or lead and vote; return whether the run is complete."""
-    if isinstance(thread.value.run, PipelineRun) and options.ranks.size > 1:
+    if options.ranks.size > 1 and isinstance(thread.value.run, PipelineRun):
         raise WrongRole(
             "a stage of a pipeline is trained by one process; start one peer a GPU, each with its "
             "own --state-dir, without --gpus and --ranks"
@@ -255,8 +269,12 @@ def _take_part(
 
 
 def _move_of(peer: Peer) -> StageMove | None:
-    """Return the move for which a peer of a pipeline has left its stage."""
-    return peer.run.moves if isinstance(peer.run, PipelineRun) else None
+    """Return the move for which a peer of a pipeline has left its stage, if there is one to go to.
+
+    The run may have been completed while it drained.
+    """
+    run = peer.run
+    return run.moves if isinstance(run, PipelineRun) and not run.is_complete else None
 
 
 def _keep(options: RunOptions, peer: Peer, narrator: Narrator, stop: Stop) -> bool:
@@ -407,11 +425,18 @@ class Narrator:
         """Pass events on; they are of position 0 until there is a peer to follow."""
         self._on_event = on_event
         self._peer: Peer | None = None
+        self._position = 0
+        """of the peer that was followed last"""
         self._told_round = 0
 
     def follow(self, peer: Peer) -> None:
         """Take the position of events from a peer."""
         self._peer = peer
+
+    def forget_peer(self) -> None:
+        """Keep nothing of a peer but its position."""
+        assert self._peer is not None
+        self._position, self._peer = self._peer.position, None
 
     def introduce(self, peer: Peer, trainer: Trainer, name: str) -> None:
         """Report that training begins, and from now on each round."""
@@ -474,7 +499,7 @@ class Narrator:
         self, kind: Literal["event", "ready", "round", "stopped"], text: str, level: Level = "info"
     ) -> None:
         """Pass on an event at the peer's position."""
-        position = self._peer.position if self._peer is not None else 0
+        position = self._peer.position if self._peer is not None else self._position
         self._on_event(PeerEvent(kind=kind, position=position, text=text, level=level))
 
 

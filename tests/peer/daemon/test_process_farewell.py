@@ -1,7 +1,9 @@
 """What a peer says when it stops, and of its first round."""
 
+import gc
 import math
 import threading
+import weakref
 from types import SimpleNamespace
 
 import pytest
@@ -88,3 +90,29 @@ def test_a_first_round_has_no_utilisation(spent, shown):
     (event,) = events
     assert shown in event.text.replace("\u2013", "-").replace("\u2014", "-")
     assert event.utilisation == (spent.train_s / 10.0 if spent.total_s else None)
+
+
+def test_a_stop_ends_its_part_and_keeps_nothing_of_it():
+    class Trainer:
+        def __init__(self):
+            self.model = bytearray(8)
+
+        def stop(self):
+            ended.append(len(self.model))
+
+    stop, ended, trainer = Stop(), [], Trainer()
+    held = weakref.ref(trainer)
+    with stop.part() as stage:
+        stage.call(trainer.stop)
+        del trainer
+        stage.set()
+        assert ended == [8]
+        assert not stop.is_set()  # the peer goes on in another stage
+    del stage
+    gc.collect()
+    assert held() is None
+    with stop.part() as stage:
+        stop.set()
+        assert stage.is_set()
+    with stop.part() as late:
+        assert late.is_set()

@@ -364,9 +364,8 @@ def render(summary: Summary, run: DemoRun) -> None:
         table.add_row(name, value)
     console.print()
     console.print(table)
-    if summary.stages == 1:
-        command = f'atoll sample {summary.checkpoint} --prompt "def "'
-        console.print(f"\nGenerate text:  {command}", soft_wrap=True)  # whole, for copying
+    command = f'atoll sample {summary.checkpoint} --prompt "def "'
+    console.print(f"\nGenerate text:  {command}", soft_wrap=True)  # whole, for copying
 
 
 def rows(summary: Summary, run: DemoRun) -> list[tuple[str, str]]:

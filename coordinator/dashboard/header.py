@@ -11,6 +11,7 @@ from atoll.coordinator.dashboard.marks import bar, spark
 from atoll.coordinator.dashboard.peers import utilisation_style
 from atoll.coordinator.report.view import (
     View,
+    binding,
     elapsed_seconds,
     eta_seconds,
     num_online,
@@ -85,12 +86,17 @@ def _name(title: str, status: RunStatus | None) -> Content:
         brand, (text.clean(status.run_name, num_max=32), "bold $text-plain"), "  ", chip
     )
     if status.modules:  # each has a chain of its own
-        return front + Content.assemble(
-            (f"  {len(status.modules)}", "$accent"), (" stages", "$dim")
-        )
+        return front + _stages(status)
     return front + Content.assemble(
         ("  chain ", "$dim"), (text.short_hash(status.chain), "$accent")
     )
+
+
+def _stages(status: RunStatus) -> Content:
+    """The number of stages, and which one binds: it may be out of view."""
+    line = Content.assemble((f"  {len(status.modules)}", "$accent"), (" stages", "$dim"))
+    binds = binding(status)
+    return line + Content.assemble((" · ", "$dim"), (f"{binds} binds", "$warn")) if binds else line
 
 
 def _edges(left: Content, right: Content, width: int) -> Content:

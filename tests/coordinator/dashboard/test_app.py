@@ -196,7 +196,7 @@ def test_stages_are_columns_and_the_one_that_binds_is_marked(staged):
         assert "6 in flight · 2 queued · 3 omitted" in rows[4]
         assert re.findall(r"● (\w+)", rows[5]) == ["basalt", "coral", "drift"]
         header = plain(app, RunHeader)
-        assert "3 stages" in header and "chain" not in header
+        assert "3 stages · stage-2 binds" in header and "chain" not in header
         assert "of stage-3" in str(app.query_one(RoundsPane).border_subtitle)
 
     with_app(staged(), check, size=(160, 50))

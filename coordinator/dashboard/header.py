@@ -95,8 +95,11 @@ def _name(title: str, status: RunStatus | None) -> Content:
 def _stages(status: RunStatus) -> Content:
     """The number of stages, and which one binds: it may be out of view."""
     line = Content.assemble((f"  {len(status.modules)}", "$accent"), (" stages", "$dim"))
-    binds = binding(status)
-    return line + Content.assemble((" · ", "$dim"), (f"{binds} binds", "$warn")) if binds else line
+    names = binding(status)
+    if not names:
+        return line
+    verb = "binds" if sum(module.binds for module in status.modules) == 1 else "bind"
+    return line + Content.assemble((" · ", "$dim"), (f"{names} {verb}", "$warn"))
 
 
 def _edges(left: Content, right: Content, width: int) -> Content:

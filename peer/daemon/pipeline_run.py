@@ -134,10 +134,13 @@ class PipelineRun(LogRun):
         own = await super().roster_peers()
         return own | {each.peer_id: each for each in seen if each.module in beside}
 
+    async def hand_over(self) -> None:
+        """Give up what is in work, so that others take it over, and resign."""
+        withdrawal = [] if self._carrier is None else [self._carrier.withdraw()]
+        await together(*withdrawal, super().hand_over())
+
     async def leave(self) -> None:
-        """Give up what is in work, and close the rounds."""
-        if self._carrier is not None:
-            self._carrier.act(self._carrier.hop.withdraw(asyncio.get_running_loop().time()))
+        """Close the rounds."""
         if self.moves is not None:  # its record says where it goes, until the next one does
             self._env.node.roster.stay()
         await super().leave()

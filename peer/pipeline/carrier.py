@@ -17,7 +17,7 @@ from typing import Any
 
 from atoll.dht.refusals import RefusalCode
 from atoll.dht.roster import PeerRecord
-from atoll.dht.tasks import KeptTasks
+from atoll.dht.tasks import KeptTasks, together
 from atoll.dht.transport import (
     MAX_MESSAGE_BYTES,
     PeerUnreachable,
@@ -157,6 +157,13 @@ class Carrier:
                     peer, incarnation=record.incarnation, rows_per_s=rate, now_s=self._now()
                 )
             )
+
+    async def withdraw(self) -> None:
+        """Give up what is in work, and tell its senders; takes up to `NOTE_S`."""
+        actions = self.hop.withdraw(self._now())
+        self.act([action for action in actions if not isinstance(action, Tell)])
+        # The tasks of a peer that leaves are about to end.
+        await together(*(self._tell(action) for action in actions if isinstance(action, Tell)))
 
     def act(self, actions: Sequence[Action]) -> None:
         """Carry out actions in their order."""

@@ -2,12 +2,15 @@
 
 import math
 import time
+from collections import Counter
 
 import pytest
 import torch
 
 from atoll.optim.state.layout import Layout
 from atoll.peer.daemon.network import WrongRole
+from atoll.peer.pipeline.hop import Hop
+from atoll.peer.pipeline.messages import OmitNote
 from atoll.peer.training.opening import first_state
 from atoll.peer.training.permission import Allowed
 from atoll.peer.training.trained import load_checkpoint
@@ -121,6 +124,24 @@ def test_a_stage_that_its_last_peer_leaves_is_filled_where_it_stood(pipeline):
     log = organiser.up.coordinator.logs["stage-3"]
     assert log.head().position == 6 and log.replica.epoch > 0
     assert movers[0].said("recovered from position 0")
+
+
+def test_a_peer_that_leaves_says_which_microbatches_it_gives_up(pipeline, monkeypatch):
+    heard, noted = Counter(), Hop.noted
+
+    def listens(self, peer, note, now_s):
+        if isinstance(note, OmitNote):
+            heard[peer, note.reason] += 1
+        return noted(self, peer, note, now_s)
+
+    monkeypatch.setattr(Hop, "noted", listens)
+    organiser, running = pipeline(rounds=0)
+    wait_for(lambda: organiser.status().position >= 1, running)
+    middle = next(p for p in organiser.status().peers if p.module == "stage-2")
+    running[int(middle.name.removeprefix("peer-"))].stop.set()
+    wait_for(lambda: heard[middle.peer_id, "withdrawn"] > 0)
+    for peer in running:
+        peer.stop.set()
 
 
 def test_a_loop_of_its_own_cannot_join_a_pipeline(organise, kit, join):

@@ -302,3 +302,16 @@ def test_a_peer_that_reads_slowly_keeps_no_payload_beyond_its_time(monkeypatch):
         assert max(took_s) <= LIFETIME_S
 
     with_members(use, width=2_000_000)  # 16 MB, a message each 9 s
+
+
+def test_a_peer_that_leaves_has_told_its_senders_when_its_tasks_end():
+    async def use(network, first, last):
+        last.do = lambda job: None  # its trainer has two jobs, and ends none
+        first.carrier.look([record(last)])
+        first.bench.report("evaluate", 2)
+        await until(lambda: last.hop.statistics().in_flight == 4)
+        await last.carrier.withdraw()
+        assert last.hop.statistics().omitted == {"withdrawn": 2}
+        assert [end.omission for end in first.ends] == ["no-peer", "no-peer"]
+
+    with_members(use, "last")

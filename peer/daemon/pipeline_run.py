@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 
 from atoll.coordinator.rpc.client import Joined
 from atoll.coordinator.run.spec import RunSpec
+from atoll.coordinator.run.text import size
 from atoll.dht.roster import PeerRecord
 from atoll.dht.tasks import together
 from atoll.peer.daemon.log_run import LogRun
@@ -22,8 +23,10 @@ from atoll.peer.daemon.options import StageMove
 from atoll.peer.daemon.peer import Environment, Peer
 from atoll.peer.daemon.placing import VACANT_LOOK_S, Placing
 from atoll.peer.daemon.reducer import NetworkReducer
+from atoll.peer.errors import ModelError
 from atoll.peer.pipeline.carrier import Carrier, Workbench
 from atoll.peer.pipeline.hop import Hop
+from atoll.peer.pipeline.ledger import SHARE
 from atoll.peer.pipeline.messages import FrameShape
 from atoll.peer.pipeline.passes import HopRules
 from atoll.peer.pipeline.placement import StageNeeds
@@ -149,13 +152,19 @@ class PipelineRun(LogRun):
         """Move to another stage once the run needs this peer there."""
         while self.moves is None:
             await asyncio.sleep(VACANT_LOOK_S)
-            has_begun = self.replica.opened is not None and bool(self._needs)
-            if not has_begun or self.progress.is_over(self.position) or self.progress.leaving:
+            if not self._may_move:
                 continue
             seen = self._env.neighbours.roster.seen
             target = self._placing.look(self._needs, seen, time.monotonic())
             if target is not None:
                 await self._set_out(target)
+
+    @property
+    def _may_move(self) -> bool:
+        """Whether this peer could join another stage, which the coordinator has to let it."""
+        has_begun = self.replica.opened is not None and bool(self._needs)
+        is_over = self.progress.is_over(self.position) or self.progress.leaving
+        return has_begun and not is_over and self.heartbeats.in_touch
 
     async def _set_out(self, target: str) -> None:
         """Announce a move, finish what is in work, and let the trainer end."""
@@ -210,8 +219,12 @@ def frame_shape(spec: RunSpec, shape: Shape) -> FrameShape:
 
 
 def hop_rules(spec: RunSpec, frames: FrameShape) -> HopRules:
-    """Return the rules of a run's hops. A step has as many microbatches as it accumulates."""
-    return HopRules(
+    """Return the rules of a run's hops. A step has as many microbatches as it accumulates.
+
+    Raises:
+        ModelError: a microbatch is larger than what a peer keeps of one origin.
+    """
+    rules = HopRules(
         stages=spec.topology.stages,
         shape=frames,
         lifetime_s=spec.topology.deadline_s,
@@ -219,3 +232,12 @@ def hop_rules(spec: RunSpec, frames: FrameShape) -> HopRules:
         staleness=spec.topology.staleness,
         exact=spec.topology.exact,
     )
+    held_bytes = frames.held_bytes(frames.max_rows, spec.inner.batch_size)
+    most_bytes = int(SHARE * rules.max_bytes)
+    if held_bytes > most_bytes:  # no peer would ever take it
+        raise ModelError(
+            f"expected microbatches of which a peer keeps at most {size(most_bytes)}, got "
+            f"{size(held_bytes)}: {spec.inner.batch_size} x {spec.data.seq_len} tokens of width "
+            f"{frames.width}; set a smaller inner.batch_size, or coarser codecs in [topology]"
+        )
+    return rules

@@ -3,16 +3,20 @@
 import math
 import time
 from collections import Counter
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from atoll.optim.state.layout import Layout
 from atoll.peer.daemon.network import WrongRole
+from atoll.peer.daemon.pipeline_run import PipelineRun, frame_shape, hop_rules
+from atoll.peer.errors import ModelError
 from atoll.peer.pipeline.hop import Hop
 from atoll.peer.pipeline.messages import OmitNote
 from atoll.peer.training.opening import first_state
 from atoll.peer.training.permission import Allowed
+from atoll.peer.training.stages import Shape
 from atoll.peer.training.trained import load_checkpoint
 
 STAGES = ("stage-1", "stage-2", "stage-3")
@@ -142,6 +146,30 @@ def test_a_peer_that_leaves_says_which_microbatches_it_gives_up(pipeline, monkey
     wait_for(lambda: heard[middle.peer_id, "withdrawn"] > 0)
     for peer in running:
         peer.stop.set()
+
+
+@pytest.mark.parametrize("in_touch", [True, False])
+def test_only_a_peer_in_touch_with_the_coordinator_moves(in_touch):
+    """It would leave its stage, and then wait to be let into another."""
+    run = SimpleNamespace(
+        replica=SimpleNamespace(opened=object()),
+        _needs=(object(),),
+        position=1,
+        progress=SimpleNamespace(is_over=lambda position: False, leaving=False),
+        heartbeats=SimpleNamespace(in_touch=in_touch),
+    )
+    assert PipelineRun._may_move.fget(run) is in_touch
+
+
+@pytest.mark.parametrize(("batch_size", "fits"), [(32, True), (1024, False)])
+def test_microbatches_that_no_peer_could_keep_are_refused(kit, batch_size, fits):
+    spec = kit.tiny_spec(inner={"batch_size": batch_size}, topology={"stages": 2})
+    frames = frame_shape(spec, Shape(width=65_536, vocab_size=256, seq_len=spec.data.seq_len))
+    if fits:
+        assert hop_rules(spec, frames).stages == 2
+    else:
+        with pytest.raises(ModelError, match=r"at most 537 MB.*smaller inner.batch_size"):
+            hop_rules(spec, frames)
 
 
 def test_a_loop_of_its_own_cannot_join_a_pipeline(organise, kit, join):

@@ -35,6 +35,7 @@ from atoll.coordinator.run.status import (
     RunState,
     RunStatus,
 )
+from atoll.dht.tasks import together
 from atoll.optim.log.entry import LogError, Verify
 from atoll.optim.log.evidence import Evidence
 
@@ -277,8 +278,8 @@ class Coordinator:
         for peer_id in self.admission.refresh():
             self.presence.put_out(peer_id)
         self.presence.look(now_s)
-        for log in self.logs.values():
-            await log.tick(now_s)
+        # A log waits up to `TICK_S` for peers that do not answer; the others must not wait too.
+        await together(*(log.tick(now_s) for log in self.logs.values()))
         await self.presence.save_when_due(now_s)
 
     def report_disk(self, error: Exception) -> None:

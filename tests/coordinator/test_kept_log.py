@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 from typing import Any
 
@@ -148,5 +149,24 @@ def test_peers_that_join_and_never_report_are_forgotten(kit: Any, tmp_path: Path
         async with kit.net(tmp_path / "dense") as net:
             net.up.coordinator.place("peer", "")
             assert not net.up.coordinator._placed
+
+    kit.run(main())
+
+
+def test_no_log_waits_for_the_peers_of_another(kit: Any, tmp_path: Path) -> None:
+    async def main() -> None:
+        async with kit.net(tmp_path / "run", spec=STAGED) as net:
+            first, second = net.up.coordinator.logs.values()
+            has_ticked = asyncio.Event()
+
+            async def waits(now_s: float) -> None:
+                await has_ticked.wait()
+
+            async def ticks(now_s: float) -> None:
+                has_ticked.set()
+
+            first.tick, second.tick = waits, ticks
+            async with asyncio.timeout(10):
+                await net.up.coordinator.tick()
 
     kit.run(main())

@@ -59,7 +59,8 @@ PAGE = ROOT / "docs" / "benchmarks" / "pipeline.md"
 MARKS = ("<!-- rows of pipeline.json -->", "<!-- end of rows -->")
 # docs/benchmarks/pipeline.md states what each of these is about.
 RATIO, UNEQUAL, LIVING = 0.85, 0.9, 0.9
-SETTLE_S, MEASURE_S = 12.0, 40.0
+SETTLE_S, MEASURE_S = 12.0, 30.0
+MTU = 1500  # of the internet: the queue of a link of 10 Mbit/s holds 28 packets of 9,000 bytes
 FIRST_S = 120.0  # until all peers have counted something
 RARE = 100_000  # steps of a window: no round while throughput is measured
 # From slow to fast, as peers are given up by how long returns usually take.
@@ -102,7 +103,9 @@ class Row:
     omitted: int
     double_counts: int
     link_use: float
-    """of the busiest host's uplink, headers included"""
+    """of the busiest host's uplink, headers and repeated packets included"""
+    dropped: float
+    """fraction of the packets, at full queues of links"""
     busy_cores: float
     """of this machine"""
 
@@ -163,7 +166,7 @@ class Rival:
 def running(pipeline: Pipeline, link: WanLink, *, in_turn: bool = False) -> Iterator[Flowing]:
     """Run a pipeline in a lab, from when each of its peers has counted a step."""
     links = [WanLink(delay_ms=link.delay_ms)] + [replace(link) for _ in range(pipeline.peers)]
-    with tempfile.TemporaryDirectory() as folder, WanLab(links) as lab:
+    with tempfile.TemporaryDirectory() as folder, WanLab(links, mtu=MTU) as lab:
         with Flowing(lab, Path(folder), pipeline) as case:
             case.begin(in_turn=in_turn)
             wait_until(lambda: all_flow(case), FIRST_S, case.words)
@@ -179,7 +182,7 @@ def all_flow(case: Flowing) -> bool:
 
 def measure(case: Flowing, name: str, link: WanLink, seconds: float) -> Row:
     """Measure a pipeline that runs, over the given time."""
-    before, sent = time.time(), list(case.lab.sent)
+    before, sent, dropped = time.time(), list(case.lab.sent), case.lab.dropped
     busy = busy_cores(lambda: time.sleep(seconds))
     after = time.time()
     used = [(now - then) for now, then in zip(case.lab.sent, sent, strict=True)]
@@ -214,6 +217,7 @@ def measure(case: Flowing, name: str, link: WanLink, seconds: float) -> Row:
         resends=total(found, "resends", before, after),
         omitted=sum(omissions(found, before, after).values()),
         double_counts=total(found, "double_counts", before, after),
+        dropped=(case.lab.dropped - dropped) * case.lab.mtu / sum(used),
         link_use=max(used[1:]) * 8e-6 / (after - before) / link.up,
         busy_cores=busy,
     )
@@ -285,7 +289,7 @@ def unequal(seconds: float) -> Iterator[Row]:
 def rival(seconds: float) -> Rival:
     """Measure 1F1B of `torch.distributed.pipelining`, without its first step."""
     link = link_of(25.0, 50.0)
-    with tempfile.TemporaryDirectory() as folder, WanLab([link] * RIVAL_HOSTS) as lab:
+    with tempfile.TemporaryDirectory() as folder, WanLab([link] * RIVAL_HOSTS, mtu=MTU) as lab:
         found: list[list[RivalStep]] = []
         busy = busy_cores(
             lambda: found.extend(rival_steps(lab, Path(folder), EQUAL.forward_s[0], seconds))
@@ -399,8 +403,8 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
     """Return the rows as Markdown."""
     lines = [
         "| case | step | tokens/s | bound | of it | binds | trainers wait, by stage | uplink "
-        "| resent | omitted | twice | cores | date, commit |",
-        "|---" * 13 + "|",
+        "| dropped | resent | omitted | twice | cores | date, commit |",
+        "|---" * 14 + "|",
     ]
     for row in rows:
         step = f"{row['microbatches']}, staleness {row['staleness']}"
@@ -408,6 +412,7 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
             f"| {row['case']} | {step} | {row['tokens_per_s']:,.0f} "
             f"| {row['bound_tokens_per_s']:,.0f} | {row['ratio']:.2f} | {row['binds']} "
             f"| {'; '.join(map(told_waits, row['waits']))} | {row['link_use']:.0%} "
+            f"| {row['dropped']:.1%} "
             f"| {row['resends']} | {row['omitted']} | {row['double_counts']} "
             f"| {row['busy_cores']:.1f} | {row['date']}, {row['commit']} |"
         )

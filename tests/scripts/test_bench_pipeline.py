@@ -30,7 +30,13 @@ def row(case="10 Mbit/s, 5 ms", **changes):
     fields = {"mbit": 10.0, "rtt_ms": 5.0, "microbatches": 32, "staleness": 2, "rates": [1.0]}
     fields |= {"tokens_per_s": 900.0, "bound_tokens_per_s": 1000.0, "ratio": 0.9}
     fields |= {"binds": "link of stage 2", "waits": [{"returns": 0.4}, {}], "resends": 0}
-    fields |= {"omitted": 0, "double_counts": 0, "link_use": 0.9, "busy_cores": 0.8}
+    fields |= {
+        "omitted": 0,
+        "double_counts": 0,
+        "link_use": 0.9,
+        "dropped": 0.01,
+        "busy_cores": 0.8,
+    }
     return bench_pipeline.Row(case=case, **(fields | changes))
 
 

@@ -181,7 +181,10 @@ class PipelineRun(LogRun):
         while True:
             if self._carrier is not None:
                 seen = self._env.neighbours.roster.seen
-                self._carrier.look([each for each in seen if _serves(each, following)])
+                self._carrier.look(
+                    [each for each in seen if _serves(each, following)],
+                    [each for each in seen if _has_left(each, following)],
+                )
             await asyncio.sleep(LOOK_S)
 
 
@@ -189,6 +192,12 @@ def _serves(record: PeerRecord, modules: Sequence[str]) -> bool:
     """Return whether a peer takes passes for one of these modules."""
     is_there = record.place is not None and record.place.duty == "serving"
     return record.role == "trainer" and record.module in modules and is_there
+
+
+def _has_left(record: PeerRecord, modules: Sequence[str]) -> bool:
+    """Return whether a peer is on its way from one of these modules to another."""
+    place = record.place
+    return place is not None and place.duty == "moving" and place.came_from in modules
 
 
 def stage_needs(spec: RunSpec, known: Slices) -> tuple[StageNeeds, ...]:

@@ -143,10 +143,19 @@ class Carrier:
                 self.act(self.hop.tick(self._now()))
             await asyncio.sleep(TICK_S)
 
-    def look(self, next_stage: Collection[PeerRecord]) -> None:
-        """Take the peers of the next stage that are here now."""
+    def look(
+        self, next_stage: Collection[PeerRecord], leaving: Collection[PeerRecord] = ()
+    ) -> None:
+        """Take the peers of the next stage that are here now, and those that drain before a move.
+
+        What the latter have would otherwise be computed twice, and count twice.
+        """
         here = {record.peer_id: record for record in next_stage}
+        draining = {record.peer_id: record.incarnation for record in leaving}
         for peer in self._known.keys() - here.keys():
+            if draining.get(peer) == self._known[peer]:
+                self.act(self.hop.leaves(peer, self._now()))
+                continue
             del self._known[peer]
             self.act(self.hop.left(peer, self._now()))
         for peer, record in here.items():

@@ -181,6 +181,11 @@ class Hop:
                     self._flow.route(one, now_s)
         return self._advance(now_s)
 
+    def leaves(self, peer: str, now_s: float) -> list[Action]:
+        """Note that a peer is about to leave the next stage: it only returns what it has."""
+        self._flow.router.wiring.left(peer)
+        return self._advance(now_s)
+
     def left(self, peer: str, now_s: float) -> list[Action]:
         """Note that a peer serves the next stage no longer."""
         self._flow.router.wiring.left(peer)

@@ -315,3 +315,35 @@ def test_a_peer_that_leaves_has_told_its_senders_when_its_tasks_end():
         assert [end.omission for end in first.ends] == ["no-peer", "no-peer"]
 
     with_members(use, "last")
+
+
+def test_what_a_peer_has_that_is_about_to_move_is_not_sent_again():
+    async def use(network, first, last, other):
+        does, kept = last.do, []
+        last.do = kept.append
+        first.carrier.look([record(last)])
+        await until(lambda: last.hop.statistics().in_flight == 2)
+        first.carrier.look([record(other)], leaving=[record(last)])
+        await asyncio.sleep(1.0)
+        for job in kept:
+            does(job)
+        await until(lambda: len(first.ends) == 4)
+        assert all(end.omission is None for end in first.ends)
+        assert last.jobs["loss"] == other.jobs["loss"] == 2
+        assert first.hop.statistics().resends == 0
+
+    with_members(use, "last", "other")
+
+
+def test_what_a_peer_had_that_was_about_to_move_is_sent_again_once_it_is_gone():
+    async def use(network, first, last, other):
+        last.do = lambda job: None
+        first.carrier.look([record(last)])
+        await until(lambda: last.hop.statistics().in_flight == 2)
+        first.carrier.look([record(other)], leaving=[record(last)])
+        first.carrier.look([record(other)])
+        await until(lambda: len(first.ends) == 4)
+        assert all(end.omission is None for end in first.ends)
+        assert other.jobs["loss"] == 4 and first.hop.statistics().resends == 2
+
+    with_members(use, "last", "other")

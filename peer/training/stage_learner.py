@@ -27,6 +27,7 @@ from atoll.coordinator.run.sections import InnerSection
 from atoll.coordinator.run.spec import RunSpec
 from atoll.optim.inner import build
 from atoll.optim.methods.base import InnerName
+from atoll.peer.errors import SetupError
 from atoll.peer.pipeline.actions import MicrobatchEnded, RunJob, SettleHeld, TakeStep
 from atoll.peer.pipeline.carrier import Job, Workbench
 from atoll.peer.pipeline.messages import PassKey, Payload, encode_tokens
@@ -233,7 +234,11 @@ class StageLearner:
         return Gradient(loss=loss, norm=found.norm, tokens=tokens)
 
     def _do(self, job: RunJob | SettleHeld | MicrobatchEnded) -> None:
-        """Carry out one job; an error of the computation ends the job alone."""
+        """Carry out one job; an error of the computation ends the job alone.
+
+        Raises:
+            SetupError: the text has no more, or the model breaks its contract: so will the next.
+        """
         if isinstance(job, SettleHeld):
             self._settle(job)
             return
@@ -243,6 +248,8 @@ class StageLearner:
         try:
             self._run(job)
             self._busy_s += time.perf_counter() - began_s
+        except SetupError:
+            raise
         except (RuntimeError, ValueError) as error:
             # Also out of memory: the flow gives the microbatch up, and this peer goes on.
             _log.warning("a microbatch is given up: its %s failed: %s", job.kind, error)

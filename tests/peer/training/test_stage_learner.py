@@ -14,8 +14,11 @@ from atoll.dht.tasks import KeptTasks
 from atoll.dht.testing.memory import MemoryNetwork
 from atoll.optim.inner import build
 from atoll.peer.daemon.pipeline_run import frame_shape, hop_rules
+from atoll.peer.errors import DataError
+from atoll.peer.pipeline.actions import RunJob
 from atoll.peer.pipeline.carrier import Carrier, Workbench
 from atoll.peer.pipeline.hop import Hop
+from atoll.peer.pipeline.messages import Microbatch, PassKey
 from atoll.peer.training import models
 from atoll.peer.training.devices import Device
 from atoll.peer.training.opening import build_stage, slices_of, stage_slices
@@ -290,6 +293,21 @@ def test_a_loss_that_is_not_finite_gives_its_microbatch_up_alone(monkeypatch):
     assert math.isnan(measured[0])  # none came back
     assert hops[-1].statistics().omitted == {"failed": 3}
     assert all(len(trainer.losses) == 4 for trainer in trainers)
+
+
+def test_text_that_cannot_be_read_ends_the_peer():
+    """Each microbatch would fail alike, and another begin at once."""
+
+    def draw(trains):
+        raise DataError("the data set has ended")
+
+    spec, bench = spec_of(2), Workbench()
+    stage = Trainer(spec, "stage-1", bench, 0)
+    stage.learner._draw = draw
+    named = Microbatch("stage-1", "1" * 32, 0, b"n" * 8)
+    bench.put(RunJob(kind="begin", key=PassKey(named, "forward")))
+    with pytest.raises(DataError, match="has ended"):
+        stage.learner.gradient(step=0)
 
 
 def test_the_slices_of_a_stage_are_those_of_its_module():

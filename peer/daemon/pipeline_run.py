@@ -31,7 +31,6 @@ from atoll.peer.pipeline.messages import FrameShape
 from atoll.peer.pipeline.passes import HopRules
 from atoll.peer.pipeline.placement import StageNeeds
 from atoll.peer.pipeline.tallies import HopStatistics
-from atoll.peer.training.machine import memory_total
 from atoll.peer.training.opening import stage_sizes
 from atoll.peer.training.stage_learner import codecs_of
 from atoll.peer.training.stages import Shape, Slices
@@ -53,6 +52,8 @@ class PipelineRun(LogRun):
         """The jobs of the trainer."""
         self._stage = env.spec.modules.index(env.module)
         self._needs: tuple[StageNeeds, ...] = ()
+        self._device_bytes = 0
+        """until there is a trainer"""
         self._placing = Placing(
             env.spec.modules,
             env.me,
@@ -77,14 +78,16 @@ class PipelineRun(LogRun):
         self._thread = thread
         return super().reducer(thread)
 
-    def open_stage(self, shape: Shape, needs: Sequence[StageNeeds]) -> None:
+    def open_stage(self, shape: Shape, needs: Sequence[StageNeeds], device_bytes: int) -> None:
         """Take passes from now on; called by the trainer, once it is built.
 
         Args:
             shape: of the model.
             needs: of the run's stages.
+            device_bytes: memory of the device that holds a stage.
         """
         assert self._thread is not None  # the trainer has a reducer
+        self._device_bytes = device_bytes
         self._thread.ask(lambda: self._open(shape, needs))
 
     def _open(self, shape: Shape, needs: Sequence[StageNeeds]) -> None:
@@ -123,7 +126,7 @@ class PipelineRun(LogRun):
             is_serving=self.progress.started,  # else it fetches a state, or builds its trainer
             tokens_per_s=view.able_tokens_per_s,
             download_mbit_s=self.reporter.download_mbit_s,
-            device_bytes=memory_total(),
+            device_bytes=self._device_bytes,
             now_s=time.monotonic(),
         )
         await self._env.neighbours.publish(

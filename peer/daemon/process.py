@@ -323,7 +323,7 @@ def _train(options: RunOptions, reducer: RunReducer, narrator: Narrator, stop: S
         shape = trainer.learner.model.shape
         known = slices_of(spec, shape.vocab_size, options.allowed)
         peer.run.on_move = stop.set
-        peer.run.open_stage(shape, stage_needs(spec, known))
+        peer.run.open_stage(shape, stage_needs(spec, known), trainer.device.memory_bytes)
     stop.call(trainer.stop)
     reducer.progress.watch(lambda: view_of(trainer))
     if run["has_state"]:

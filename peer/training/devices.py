@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from atoll.peer.errors import DeviceError
+from atoll.peer.training.machine import memory_total
 
 PRECISIONS = ("auto", "float32", "bfloat16", "float16")
 FAST_FLOAT16 = (7, 0)  # compute capability; older cards multiply float16 no faster than float32
@@ -67,6 +68,13 @@ class Device:
         if self.device.type == "cuda":
             return torch.cuda.get_device_name(self.device)
         return self.device.type
+
+    @property
+    def memory_bytes(self) -> int:
+        """Memory that programs share on this device: a GPU's own, else the machine's."""
+        if self.device.type == "cuda":
+            return int(torch.cuda.get_device_properties(self.device).total_memory)
+        return memory_total()
 
     def activate(self) -> None:
         """Make the device the current one of this thread: some kernels look at nothing else."""

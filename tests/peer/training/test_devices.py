@@ -1,11 +1,13 @@
 import contextlib
 import re
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from atoll.peer.errors import DeviceError
 from atoll.peer.training.devices import PRECISIONS, Device, is_out_of_memory
+from atoll.peer.training.machine import memory_total
 
 
 @pytest.fixture
@@ -29,6 +31,13 @@ def test_auto_is_the_cpu_where_there_is_nothing_else(no_accelerator):
 def test_auto_is_cuda_in_bfloat16_where_there_is_one(one_gpu):
     assert Device.choose() == Device(device=torch.device("cuda"), precision="bfloat16")
     assert Device.choose(precision="float32").precision == "float32"
+
+
+def test_a_gpus_memory_is_its_own(one_gpu, monkeypatch):
+    gpu = SimpleNamespace(total_memory=8 << 30)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
+    assert Device.choose().memory_bytes == 8 << 30
+    assert Device(device=torch.device("cpu"), precision="float32").memory_bytes == memory_total()
 
 
 def test_auto_prefers_mps_to_the_cpu(no_accelerator, monkeypatch):

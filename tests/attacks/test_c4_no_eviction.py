@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 
-from atoll.coordinator.kept_log import TICK_S
 from atoll.coordinator.invites import (
     INVITES_FILE,
     MAX_EVICTED,
@@ -25,6 +24,7 @@ from atoll.coordinator.invites import (
     read_book,
     revoke,
 )
+from atoll.coordinator.kept_log import TICK_S
 from atoll.coordinator.rpc.channel import StatusClient
 from atoll.coordinator.rpc.client import CoordinatorClient
 from atoll.coordinator.rpc.client_errors import NotWelcome

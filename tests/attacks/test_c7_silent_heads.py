@@ -6,9 +6,9 @@ import asyncio
 from pathlib import Path
 
 from atoll.coordinator import heads
-from atoll.coordinator.kept_log import TICK_S
 from atoll.coordinator.heads import AGAIN_S, CALLED_AT_ONCE, PATIENCE_S, Heads, PeerHead
 from atoll.coordinator.invites import evict
+from atoll.coordinator.kept_log import TICK_S
 from atoll.coordinator.rpc.client import CoordinatorClient
 from atoll.coordinator.run.status import PeerStatus
 from atoll.dht.identity import Identity

@@ -315,7 +315,7 @@ def _train(options: RunOptions, reducer: RunReducer, narrator: Narrator, stop: S
             validates=peer.validates,
             paces_s=peer.paces_s,
             window_ends=peer.window_ends,
-            is_over=lambda: reducer.progress.is_over(peer.position),
+            is_over=partial(_is_over, reducer, peer),
             stage=_seat(peer),
         ),
     )
@@ -343,6 +343,12 @@ def _train(options: RunOptions, reducer: RunReducer, narrator: Narrator, stop: S
         narrator.tell("info", f"run complete: all {rounds} rounds committed")
         wait_until_stored(peer, STORED_S, stop, narrator.tell)
     return trainer.finished
+
+
+def _is_over(reducer: RunReducer, peer: Peer) -> bool:
+    """Return whether the run is complete for this peer; raise the failure that ends its part."""
+    peer.run.expect_working()  # a stage without microbatches asks for no round that would raise it
+    return reducer.progress.is_over(peer.position)
 
 
 def _seat(peer: Peer) -> StageSeat | None:

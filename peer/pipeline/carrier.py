@@ -45,6 +45,7 @@ from atoll.peer.pipeline.messages import (
     FrameShape,
     PassAnswer,
     PassHeader,
+    PassKey,
     Payload,
     decode_note,
     encode_note,
@@ -160,10 +161,10 @@ class Carrier:
             self.act(self.hop.left(peer, self._now()))
         for peer, record in here.items():
             self._known[peer] = record.incarnation
-            rate = record.tokens_per_s or None
+            rate = record.place.tokens_per_s if record.place else 0.0
             self.act(
                 self.hop.appeared(
-                    peer, incarnation=record.incarnation, rows_per_s=rate, now_s=self._now()
+                    peer, incarnation=record.incarnation, rows_per_s=rate or None, now_s=self._now()
                 )
             )
 
@@ -199,7 +200,13 @@ class Carrier:
         self._loop.call_soon_threadsafe(partial(self._take_result, result, values, named))
 
     def _take_result(self, result: str, values: Sequence[Any], named: dict[str, Any]) -> None:
-        self.act(getattr(self.hop, result)(*values, now_s=self._now(), **named))
+        try:
+            self.act(getattr(self.hop, result)(*values, now_s=self._now(), **named))
+        except Exception:
+            # The job would count as running for ever, and the trainer would get no other one.
+            if values and isinstance(values[0], PassKey):
+                self.act(self.hop.job_failed(values[0], self._now()))
+            raise
 
     # Receiving
 

@@ -3,11 +3,12 @@
 import asyncio
 import random
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 
 from atoll.dht.refusals import RefusalCode
-from atoll.dht.roster import PeerRecord
+from atoll.dht.roster import PeerRecord, StagePlace
 from atoll.dht.tasks import KeptTasks
 from atoll.dht.testing.memory import MemoryNetwork
 from atoll.dht.testing.virtualtime import inline, run_virtual
@@ -347,3 +348,36 @@ def test_what_a_peer_had_that_was_about_to_move_is_sent_again_once_it_is_gone():
         assert other.jobs["loss"] == 4 and first.hop.statistics().resends == 2
 
     with_members(use, "last", "other")
+
+
+def test_a_result_that_the_hop_cannot_take_ends_its_job_alone():
+    async def use(network, first, last):
+        honest, failures = first.hop.began, []
+
+        def began(key, **named):
+            if not failures:
+                failures.append(key)
+                raise ValueError("no such number")
+            return honest(key, **named)
+
+        first.hop.began = began
+        asyncio.get_running_loop().set_exception_handler(lambda loop, context: None)
+        first.most = last.most = 5
+        first.carrier.look([record(last)])
+        await until(lambda: len(first.ends) == 5)
+        assert [end.omission for end in first.ends].count("failed") == 1
+        assert first.hop.statistics().omitted == {"failed": 1}
+
+    with_members(use, "last")
+
+
+def test_peers_are_drawn_by_what_they_can_do_and_not_by_what_came():
+    async def use(network, first, last):
+        rates = []
+        first.hop.appeared = lambda peer, **named: rates.append(named["rows_per_s"]) or []
+        came = replace(record(last), tokens_per_s=9.0)
+        first.carrier.look([came])
+        first.carrier.look([replace(came, place=StagePlace(tokens_per_s=70.0))])
+        assert rates == [None, 70.0]
+
+    with_members(use, "last")

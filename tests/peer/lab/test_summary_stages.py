@@ -100,6 +100,7 @@ def test_the_page_says_nothing_of_data_parallel_peers(capsys):
     assert "atoll sample checkpoints --prompt" in capsys.readouterr().out
 
 
+@pytest.mark.exhaustive  # the parts run in test_demo.py and in test_pipeline_run.py
 @pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_a_pipeline_of_three_processes_ends_with_equal_replicas(tmp_path):

@@ -335,7 +335,7 @@ def loss_plot(
     # A loss that peers report with a round was measured on the state before it.
     history = run.status.history
     earlier = [(r.position - 1, r.valid_loss) for r in history if r.valid_loss is not None]
-    valid = [*earlier, (float(len(rounds)), valid_loss)]
+    last = [] if valid_loss is None else [(float(len(rounds)), valid_loss)]
     others = {"data parallel": compared.baseline, "one peer alone": compared.alone}
     tokens = sum(row.tokens for row in rounds)
     return LossPlot(
@@ -344,7 +344,7 @@ def loss_plot(
         f"H={spec.outer.inner_steps}, {spec.method().codec.spec}, {tokens / 1e6:.2f}M tokens",
         peers=peers,
         run=[(row.position, row.loss) for row in rounds if row.loss is not None],
-        valid=valid,
+        valid=[*earlier, *last],
         compared={
             name: [(p.position, p.valid_loss) for p in result.history if p.valid_loss is not None]
             for name, result in others.items()

@@ -356,7 +356,8 @@ class Coordinator:
     def _state(self, now_s: float) -> RunState:
         """Return the state of the log that is least far."""
         order: tuple[RunState, ...] = ("waiting", "stalled", "training", "finished")
-        return min((log.state(now_s) for log in self.logs.values()), key=order.index)
+        states: list[RunState] = [log.state(now_s) for log in self.logs.values()]
+        return min(states, key=order.index)
 
     def _may_begin(self) -> bool:
         """Return whether a pipeline has a peer at each stage, and as many as it begins with."""

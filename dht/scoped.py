@@ -9,6 +9,7 @@ and peers are those of the run.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import cast
 
 from atoll.dht.roster import PeerRecord, Roster
 from atoll.dht.transport import CallHandler, Stream, StreamHandler, Transport, TransportStatistics
@@ -16,7 +17,8 @@ from atoll.dht.transport import CallHandler, Stream, StreamHandler, Transport, T
 
 def transport_of(module: str, transport: Transport) -> Transport:
     """Return the transport of a module's rounds."""
-    return ModuleTransport(module, transport) if module else transport
+    # Its credential is a property, which pyright takes for another thing than an attribute.
+    return cast(Transport, ModuleTransport(module, transport)) if module else transport
 
 
 def roster_of(module: str, roster: Roster) -> Roster:

@@ -31,7 +31,7 @@ def killed(cost_s=1.0, without=((), ())):
 
 def soak(**changes):
     fields = {"utilisation": 0.96, "chains": 1, "counted": 0.98, "longest_s": 21.0}
-    counts = {"method": "diloco", "step_ms": 80.0, "minutes": 30.0, "rounds": 200}
+    counts = {"model": "mini", "method": "diloco", "step_ms": 80.0, "minutes": 30.0, "rounds": 200}
     return bench_nat.Soak(**(fields | counts | {"kills": 7, "moves": 7} | changes))
 
 

@@ -64,7 +64,7 @@ def test_params_of_a_stage_are_those_that_its_peers_build():
         assert list(built.indices) == list(range(stage.first_slice, stage.last_slice + 1))
 
 
-def test_stages_share_the_time_of_a_step_and_all_but_the_last_compute_forward_twice():
+def test_stages_share_a_step_and_all_but_the_last_compute_forward_twice():
     token_s = compute_s([2, 1, 1], 8.0)
     assert token_s == pytest.approx([4 * 4 / 3, 2 * 4 / 3, 2.0])
     assert sum(compute_s([1, 0], 3.0)) == pytest.approx(4.0)

@@ -336,7 +336,7 @@ def test_what_a_peer_has_that_is_about_to_move_is_not_sent_again():
     with_members(use, "last", "other")
 
 
-def test_what_a_peer_had_that_was_about_to_move_is_sent_again_once_it_is_gone():
+def test_what_a_mover_had_is_sent_again_once_it_is_gone():
     async def use(network, first, last, other):
         last.do = lambda job: None
         first.carrier.look([record(last)])

@@ -120,7 +120,7 @@ def test_each_result_keeps_its_own_date_and_commit(tmp_path):
     for each in (
         "2026-11-23, 66a5089",
         "| run 2 | 4.0 | 6.5 | 2.5 | nobody |",
-        "| 30 min | diloco",
+        "| 30 min | mini | diloco",
     ):
         assert each in told
     for head, line in pairwise(told.splitlines()):

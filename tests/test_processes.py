@@ -225,7 +225,7 @@ class Run:
 
     def head_on_disk(self, name):
         """The position that a dead peer's log ends at."""
-        return self.read_log(self.paths(name).log)[-1].position + 1
+        return self.read_log(self.paths(name).log())[-1].position + 1
 
     def members_since(self, position):
         """How many took part in the newest round, if that is later than a position."""
@@ -322,7 +322,7 @@ def test_a_peer_killed_in_mid_round_recovers_and_all_are_equal(run):
     until(lambda: run.status().position > position, "the others to commit that round")
     assert run.head_on_disk("ben") == position
 
-    shutil.rmtree(run.paths("ben").log)
+    shutil.rmtree(run.paths("ben").log())
     again = run.start_peer("ben")
     assert "the snapshot at" in again.await_said("recovered from position 0")["text"]
     there = run.status().position

@@ -34,24 +34,24 @@ _SLICE = re.compile(r"slices\.([0-9]{1,6})\..+", re.ASCII)
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointSet:
-    """What a run has trained, up to one position, in one file or several."""
+    """Hold what a run has trained up to one position, in one file or several."""
 
     headers: tuple[Header, ...]
-    """One a module, in the order of `RunSpec.modules`."""
+    """There is one for each module, in the order of `RunSpec.modules`."""
 
     @property
     def spec(self) -> RunSpec:
-        """The run's."""
+        """Return the run's spec."""
         return self.headers[0].spec
 
     @property
     def position(self) -> int:
-        """Rounds committed, in each module."""
+        """Return how many rounds each module has committed."""
         return self.headers[0].position
 
     @property
     def is_pipeline(self) -> bool:
-        """Whether each file holds a stage of the model."""
+        """Return whether each file holds a stage of the model."""
         return len(self.headers) > 1
 
     def read(self, header: Header) -> Checkpoint:

@@ -81,12 +81,12 @@ class Checkpoint:
 
 @dataclass(frozen=True, kw_only=True)
 class Header:
-    """What a checkpoint says of itself; its numbers are not read."""
+    """Hold what a checkpoint says of itself, without its numbers."""
 
     path: Path
     spec: RunSpec
     run_id: bytes
-    """Of its log; a dense run's own."""
+    """It names the log: the run's own id, or in a pipeline the module's."""
     epoch: int
     position: int
     chain: bytes

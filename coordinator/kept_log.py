@@ -37,7 +37,7 @@ DISK_PAUSE_S = 15.0  # a body that could not be stored is not requested again so
 
 @dataclass(frozen=True, kw_only=True)
 class Surroundings:
-    """What the logs of a run share."""
+    """Hold what all logs of a run share."""
 
     spec: RunSpec
     presence: Presence
@@ -55,7 +55,7 @@ class Surroundings:
 
 @dataclass(frozen=True, kw_only=True)
 class LogParts:
-    """What a log has on the coordinator's disk."""
+    """Hold what a log has on the coordinator's disk."""
 
     replica: LiveReplica
     """It has resumed."""
@@ -125,7 +125,7 @@ class KeptLog:
 
     @property
     def is_finished(self) -> bool:
-        """Whether all rounds of the run are in the log."""
+        """Return whether all rounds of the run are in the log."""
         rounds = self._spec.run.rounds
         return bool(rounds) and self.replica.head.position >= rounds
 

@@ -165,7 +165,7 @@ STAGED_COLUMNS: Final[tuple[Column[PeerStatus], ...]] = (
     ),
     *COLUMNS[1:],
 )
-"""Those of a pipeline's peers."""
+"""The table of a pipeline's peers has these columns."""
 
 
 def row_style(peer: PeerStatus) -> str:

@@ -171,7 +171,7 @@ class PipelineRun(LogRun):
 
     @property
     def _may_move(self) -> bool:
-        """Whether this peer could join another stage, which the coordinator has to let it."""
+        """Return whether this peer could ask the coordinator to let it join another stage."""
         has_begun = self.replica.opened is not None and bool(self._needs)
         is_over = self.progress.is_over(self.position) or self.progress.leaving
         return has_begun and not is_over and self.heartbeats.in_touch

@@ -45,6 +45,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from atoll.compression import staging
 from atoll.compression.checksum import Checksum, of_rows
 from atoll.compression.scratch import TILE, frame_buffer, scratch
 
@@ -54,6 +55,7 @@ Device = torch.device | str
 Frame = bytes | bytearray | memoryview
 Dims = tuple[int, ...]
 
+CPU = torch.device("cpu")
 HEADER_BYTES = 8  # a multiple of 8, so that a payload is aligned if its frame is
 FLOAT_MAX = torch.finfo(torch.float32).max
 BF16_MAX = torch.finfo(torch.bfloat16).max
@@ -155,6 +157,15 @@ def _aligned(data: Frame) -> Tensor:
     with memoryview(buffer) as view:
         view[: len(data)] = data
     return torch.frombuffer(buffer, dtype=torch.uint8)[: len(data)]
+
+
+def on_device(device: torch.device, payload: Tensor) -> Tensor:
+    """Return a payload of the CPU on a device: itself, or a copy."""
+    if device.type == "cpu":
+        return payload
+    moved = torch.empty(payload.shape, dtype=payload.dtype, device=device)
+    staging.to_device([(payload, moved)])
+    return moved
 
 
 def _result(dims: Dims, device: Device, out: Tensor | None) -> Tensor:
@@ -263,7 +274,7 @@ class Codec(ABC):
         payload = self._open(data, dims)
         out_N = _result(dims, device, out)
         if out_N.numel():
-            self._read(payload.to(out_N.device), dims, out_N)
+            self._read(on_device(out_N.device, payload), dims, out_N)
         return out_N.view(dims)
 
     def encode_rows(self, x_RN: Tensor) -> list[bytes]:
@@ -358,14 +369,14 @@ class Codec(ABC):
         return payload.numel()
 
     def _fill_from_device(self, x_N: Tensor, dims: Dims, payload: Tensor) -> float:
-        """Encode on the accelerator; the payload and its witness come over in one copy."""
+        """Encode on the accelerator; the payload and its witness come over together."""
         padded = -(-payload.numel() // 8) * 8  # the witness behind it must be aligned to be viewed
-        staging = torch.empty(padded + 8, dtype=torch.uint8, device=x_N.device)
-        witness = self._write(x_N, dims, staging[: payload.numel()])
-        staging[padded : padded + 4].view(torch.float32).copy_(witness)
-        host = staging.cpu()
-        payload.copy_(host[: payload.numel()])
-        return float(host[padded : padded + 4].view(torch.float32))
+        written = torch.empty(padded + 8, dtype=torch.uint8, device=x_N.device)
+        witness = self._write(x_N, dims, written[: payload.numel()])
+        written[padded : padded + 4].view(torch.float32).copy_(witness)
+        tail = torch.empty(8, dtype=torch.uint8)
+        staging.to_host([(written[: payload.numel()], payload), (written[padded:], tail)])
+        return float(tail[:4].view(torch.float32))
 
     def _check_length(self, length: int, dims: Dims) -> None:
         expected = self.wire_bytes(dims)

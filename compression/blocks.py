@@ -34,6 +34,7 @@ from torch import Tensor
 
 from atoll.compression.base import (
     BF16_MAX,
+    CPU,
     FLOAT_MAX,
     HEADER_BYTES,
     TINY,
@@ -43,8 +44,8 @@ from atoll.compression.base import (
     Frame,
     carve,
     floats,
+    on_device,
     part,
-    refuse_infinite,
     require_finite,
     step_sizes,
 )
@@ -116,8 +117,8 @@ class BlockCodec(Codec):
         if not self._is_tiles(x_RN):
             return super().encode_rows(x_RN)
         numel = x_RN.numel()
-        together = room("rows", (self._payload_bytes((numel,)),), x_RN.device, torch.uint8)
-        refuse_infinite(float(self._write(floats(x_RN), (numel,), together)))
+        together = room("rows", (self._payload_bytes((numel,)),), CPU, torch.uint8)
+        self._fill(floats(x_RN), (numel,), together)
         frames_RB = torch.empty((len(x_RN), self.wire_bytes(TILE)), dtype=torch.uint8)
         for of_frames, section in self._sections_of_rows(frames_RB[:, HEADER_BYTES:], together):
             of_frames.copy_(section)
@@ -128,14 +129,13 @@ class BlockCodec(Codec):
             super().decode_rows(frames, out_RN)
             return
         dims, payload_RB = (out_RN.numel(),), self._open_rows(frames, (TILE,))
-        together = room("rows", (self._payload_bytes(dims),), out_RN.device, torch.uint8)
+        together = room("rows", (self._payload_bytes(dims),), CPU, torch.uint8)
         for of_frames, section in self._sections_of_rows(payload_RB, together):
             section.copy_(of_frames)
-        self._read(together, dims, out_RN.view(-1))
+        self._read(on_device(out_RN.device, together), dims, out_RN.view(-1))
 
     def _is_tiles(self, x_RN: Tensor) -> bool:
-        on_cpu = x_RN.device.type == "cpu"
-        return self.alike_in_rows and on_cpu and len(x_RN) > 1 and x_RN.shape[1] == TILE
+        return self.alike_in_rows and len(x_RN) > 1 and x_RN.shape[1] == TILE
 
     def _sections_of_rows(
         self, payload_RB: Tensor, together: Tensor

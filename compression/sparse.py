@@ -53,6 +53,10 @@ class Sparse:
         out[self.indices] = self.values
         return out.view(self.shape)
 
+    def cpu(self) -> Sparse:
+        """Return it in the host's memory."""
+        return replace(self, indices=self.indices.cpu(), values=self.values.cpu())
+
 
 def merge(parts: Sequence[Sparse], weights: Sequence[float]) -> Sparse:
     """Return the weighted sum of sparse tensors of one shape, on the union of their indices.

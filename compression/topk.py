@@ -114,7 +114,7 @@ class TopK(SparseCodec):
         return self.encode_chosen(self.choose_rows(x_RN))
 
     def choose_rows(self, x_RN: Tensor) -> Sparse:
-        """Return the values to send of rows on the CPU that `go_together`, not yet encoded."""
+        """Return the values to send of rows that `go_together`, not yet encoded."""
         if x_RN.shape[1] < CHUNK:
             indices_K, values_K = select_short(x_RN, num_entries(x_RN.shape[1], self.k))
         else:
@@ -174,7 +174,8 @@ class TopK(SparseCodec):
     def _add_starts_(self, indices: Tensor, numel: int) -> None:
         """Turn indices within the chunks of rows of so many values into flat ones."""
         chunks_CK = self._in_chunks(indices, numel)
-        chunks_CK.add_(torch.arange(len(chunks_CK)).mul_(min(numel, CHUNK)).unsqueeze(1))
+        starts_C = torch.arange(len(chunks_CK), device=indices.device).mul_(min(numel, CHUNK))
+        chunks_CK.add_(starts_C.unsqueeze(1))
 
     def _in_chunks(self, indices: Tensor, numel: int) -> Tensor:
         """Return indices of rows of so many values, those of a chunk a row."""

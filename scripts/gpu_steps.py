@@ -32,7 +32,6 @@ from atoll.peer.training.learner import Learner
 
 TESTS_S = 900.0
 REPEATS = 5
-AT_ONCE = 1 << 26  # values to encode; scratch of the device is several times as much
 CLOSE = 0.01  # of an error
 HALF = 0.5  # of the bandwidth of a copy
 BYTES = 256  # vocabulary
@@ -368,8 +367,12 @@ def window(place: Place, sizes: Sizes, folder: Path) -> Found:
     timed("check for NaN, on the CPU", 1, lambda: is_finite(local_N))
     timed("load, to the device", 1, lambda: worker.layout.load_(learner.model, local_N))
     timed("whole end of a window, with a round of one peer", 1, lambda: worker.advance(tokens=1))
-    timed("encode with feedback, on the CPU", 1, cpu_encoder(method, worker, local_N))
-    timed("encode, on the device", 1, device_encoder(place, method, local_N))
+    for name, where in (
+        ("on the CPU", torch.device("cpu")),
+        ("on the device", place.device.device),
+    ):
+        feedback = residual_of(method, worker.fragments[0], where)
+        timed(f"encode with feedback, {name}", 1, partial(feedback.offer, local_N, 1.0))
     tree = {
         "model": learner.model.state_dict(),
         "inner": learner.optimizer.state_dict(),
@@ -396,25 +399,6 @@ def fits(place: Place, preset: str, sizes: Sizes, folder: Path) -> bool:
     device, host = place.free_bytes()
     room = (device, DEVICE_BYTES), (host, HOST_BYTES), (shutil.disk_usage(folder).free, DISK_BYTES)
     return all(config.num_params * each <= free for free, each in room)
-
-
-def cpu_encoder(method: methods.Method, worker: Worker, delta_N: Tensor) -> Callable[[], object]:
-    """Return what encodes a contribution as peers do."""
-    feedback = residual_of(method, worker.fragments[0])
-    return lambda: feedback.offer(delta_N, 1.0)
-
-
-def device_encoder(place: Place, method: methods.Method, delta_N: Tensor) -> Callable[[], object]:
-    """Return what encodes the values on the device, some at a time: it holds the model as well."""
-    part = delta_N[:AT_ONCE].to(place.device.device)
-    parts = [each.numel() for each in delta_N.split(AT_ONCE)]
-    buffer = bytearray(method.codec.wire_bytes(part.shape))
-
-    def encode() -> None:
-        for numel in parts:
-            method.codec.encode_into(part[:numel], buffer)
-
-    return encode
 
 
 # --- model FLOPs

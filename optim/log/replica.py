@@ -53,6 +53,9 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Protocol, TypeVar
 
+import torch
+
+from atoll.compression.base import CPU
 from atoll.compression.sparse import Sparse
 from atoll.optim.log.electorate import Succession, after, at_base, remembered
 from atoll.optim.log.entry import (
@@ -251,8 +254,8 @@ def cells_of(method: Method, fragment: Fragment) -> Cells:
     )
 
 
-def residual_of(method: Method, fragment: Fragment) -> Feedback:
-    """Return a member's error feedback of a fragment, empty.
+def residual_of(method: Method, fragment: Fragment, device: torch.device = CPU) -> Feedback:
+    """Return a member's error feedback of a fragment, empty, which encodes on a device.
 
     Raises:
         ValueError: feedback does not go with the codec.
@@ -264,6 +267,7 @@ def residual_of(method: Method, fragment: Fragment) -> Feedback:
         beta=method.residual,
         pieces=fragment.pieces,
         against_update=by_factors,
+        device=CPU if by_factors else device,  # whose input is sent as it is
     )
 
 

@@ -41,7 +41,7 @@ import torch
 from torch import Tensor
 
 from atoll.compression import Codec, CodecError
-from atoll.compression.base import Frame
+from atoll.compression.base import CPU, Frame
 from atoll.compression.blocks import squarable
 from atoll.compression.scratch import room, scratch
 from atoll.compression.sparse import CoordinateCodec, Sparse, SparseCodec
@@ -171,8 +171,10 @@ class MeanOfSenders(Mean):
             self._codec.restore_pieces(self._sum_D, self._pieces, self._out_N)
 
 
-def sent_in(codec: Codec, frames: Sequence[Frame], pieces: Sequence[Dims]) -> Sent:
-    """Decode the pieces of one of `batches`.
+def sent_in(
+    codec: Codec, frames: Sequence[Frame], pieces: Sequence[Dims], device: torch.device = CPU
+) -> Sent:
+    """Decode the pieces of one of `batches`; of a sparse codec always on the CPU.
 
     Raises:
         CodecError: when a frame is none of its piece.
@@ -181,7 +183,7 @@ def sent_in(codec: Codec, frames: Sequence[Frame], pieces: Sequence[Dims]) -> Se
         sent = codec.sparse_rows(frames, math.prod(pieces[0]))
         return Sent(values=sent.values, indices=sent.indices)
     numel = sum(math.prod(dims) for dims in pieces)
-    values = room("sent", (numel,), torch.device("cpu"), torch.float32)
+    values = room("sent", (numel,), device, torch.float32)
     decode_batch(codec, frames, pieces, values)
     return Sent(values=values)
 
@@ -199,7 +201,7 @@ def encode_sent(codec: Codec, values: Tensor, pieces: Sequence[Dims]) -> tuple[l
         frames, sent = codec.encode_sparse_rows(values.view(len(pieces), -1))
         return frames, Sent(values=sent.values, indices=sent.indices)
     frames = encode_batch(codec, values, pieces)
-    return frames, sent_in(codec, frames, pieces)
+    return frames, sent_in(codec, frames, pieces, values.device)
 
 
 def sums_of_squares(values: Tensor, pieces: Sequence[Dims]) -> list[float]:
@@ -213,8 +215,9 @@ def sums_of_squares(values: Tensor, pieces: Sequence[Dims]) -> list[float]:
         parts = zip(torch.split(values, sizes), pieces, strict=True)
         return [sums_of_squares(part, [dims])[0] for part, dims in parts]
     run = SHORT if sizes[0] % SHORT == 0 else sizes[0]
-    norms = torch.linalg.vector_norm(values.view(-1, run), 2, dim=1)
+    norms = torch.linalg.vector_norm(values.view(-1, run), 2, dim=1).cpu()
     if run != SHORT or not squarable(norms):
+        values = values.cpu()  # not every device has fp64
         norms = torch.linalg.vector_norm(values.view(-1, run), 2, dim=1, dtype=torch.float64)
     sums_P = norms.double().square().view(len(pieces), -1).sum(1)
     return [float(squares) for squares in sums_P]

@@ -40,12 +40,15 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from atoll.compression import Codec, TopK
+from atoll.compression import Codec, TopK, staging
+from atoll.compression.base import CPU, on_device
 from atoll.compression.scratch import room, scratch
-from atoll.compression.sparse import Sparse
+from atoll.compression.sparse import Sparse, SparseCodec
 from atoll.optim.reduction.cells import Sent, encode_sent, sums_of_squares
 from atoll.optim.state import vectors
 from atoll.optim.state.layout import (
+    AT_ONCE,
+    AT_ONCE_ON_DEVICE,
     Difference,
     Dims,
     batches,
@@ -299,6 +302,7 @@ class Feedback:
         beta: float = 1.0,
         pieces: Sequence[Dims] | None = None,
         against_update: bool = False,
+        device: torch.device = CPU,
     ) -> None:
         """Start with no residual, as a joiner does.
 
@@ -309,6 +313,8 @@ class Feedback:
             pieces: shapes of what is encoded one by one; the cells of the grid by default.
             against_update: measure the loss of an inclusion against the update that all peers
                 applied, not against this peer's frames; then owners have no credit.
+            device: encodes what is sent. Frames of another device may differ in the codecs whose
+                codes follow from sums (`fp16`, `int8-uniform`, `ternary`); all decode alike.
 
         Raises:
             ValueError: when beta is outside [0, 1], or above 0 with an unbiased codec, whose
@@ -327,7 +333,9 @@ class Feedback:
         self.numel = numel
         self.pieces = grid(numel) if pieces is None else tuple(pieces)
         self._slices = piece_slices(self.pieces)
-        self._batches = list(batches(codec, self.pieces))
+        self._device = device
+        at_once = AT_ONCE if device.type == "cpu" else AT_ONCE_ON_DEVICE
+        self._batches = list(batches(codec, self.pieces, at_once))
         self.mass_N = torch.zeros(numel if beta > 0 else 0)
         self._offered = False
         """An offer may still be settled."""
@@ -355,14 +363,16 @@ class Feedback:
             # Top-k is selected now, while x is in scratch; the selections are encoded below, many
             # batches at once, because passes over x evict the encoder's code from the cache.
             if isinstance(codec, TopK) and codec.go_together(len(x) // len(pieces)):
-                chosen.append((batch, codec, codec.choose_rows(x.view(len(pieces), -1))))
+                there = on_device(self._device, x)
+                chosen.append((batch, codec, codec.choose_rows(there.view(len(pieces), -1)).cpu()))
             else:
+                x = x if isinstance(codec, SparseCodec) else on_device(self._device, x)
                 frames[batch], sent = encode_sent(codec, x, pieces)
                 squares[batch] = sent.squares(pieces)
                 if after_N is not None:
                     sent.take_from_(x)
             if after_N is not None:
-                torch.mul(x, weight, out=after_N[cut])
+                self._put_product(x, weight, after_N[cut])
         for some in _alike(chosen):
             self._encode_chosen(some, weight, frames, squares, after_N)
         self._offered, self._credited = True, []
@@ -475,6 +485,13 @@ class Feedback:
         """Return whether an inclusion at this weight changes the residual."""
         return self.beta > 0 and weight != 0
 
+    def _put_product(self, x: Tensor, weight: float, out: Tensor) -> None:
+        """Write the product of values and a weight to the host."""
+        if x.device.type == "cpu":
+            torch.mul(x, weight, out=out)
+        else:
+            staging.to_host([(x.mul_(weight), out)])
+
     def _values(self, batch: slice) -> slice:
         """Return the values of some pieces."""
         pieces = self._slices[batch]
@@ -485,7 +502,7 @@ class Feedback:
         if isinstance(delta, Tensor):
             x = delta[cut]
         else:
-            x = room("offered", (cut.stop - cut.start,), torch.device("cpu"), torch.float32)
+            x = room("offered", (cut.stop - cut.start,), CPU, torch.float32)
             delta.write_(cut, x)
         if not self._keeps(weight):
             return x

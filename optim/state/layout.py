@@ -32,7 +32,7 @@ import json
 import math
 import re
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Self
@@ -40,7 +40,7 @@ from typing import Self
 import torch
 from torch import Tensor, nn
 
-from atoll.compression import Codec, CodecError
+from atoll.compression import Codec, CodecError, staging
 from atoll.compression.base import Frame
 from atoll.compression.scratch import MAX_TILES
 from atoll.optim.state import dtensors, vectors
@@ -51,6 +51,7 @@ MAX_JSON_BYTES = 1 << 24  # 100,000 parameters with names of 150 letters
 TILE = 64  # SparseLoCo's and DeMo's chunks: 64 x 64 values
 MAX_PIECE = 2 * CELL  # values, unless TILE rows have more: parts are cut between pieces only
 AT_ONCE = MAX_TILES  # pieces that are encoded at once: more calls cost more than the cache gives
+AT_ONCE_ON_DEVICE = 256  # of a GPU, which does little at a time: 64 MiB of values
 RUN = CELL  # values: four vectors of so many are 1 MiB, as much as an L2 cache
 # torch.compile puts this in front of each name. Peers that compile and peers that do not must
 # have the same layout, hence the same digest.
@@ -154,8 +155,8 @@ class Layout:
         """
         spans = ((0, self.numel),) if spans is None else spans
         params_N = vectors.empty(sum(stop - start for start, stop in spans))
-        for param, runs in zip(self.trained(module), self.runs(spans), strict=True):
-            _copy_runs_(params_N, param.detach(), runs)
+        trained = (param.detach() for param in self.trained(module))
+        staging.to_host(_places_in(params_N, zip(trained, self.runs(spans), strict=True)))
         return params_N
 
     def load_(self, module: nn.Module, params_N: Tensor) -> None:
@@ -168,9 +169,12 @@ class Layout:
             LayoutError: when the module or the vector is not of this layout.
             PlacementError: when a parameter is a partial sum.
         """
+        pairs = list(self._pairs(params_N, module))
         with torch.no_grad():
-            for piece, param in self._pairs(params_N, module):
-                dtensors.put_whole_(param, piece)
+            staging.to_device((piece, param) for piece, param in pairs if _is_plain(param))
+            for piece, param in pairs:
+                if not _is_plain(param):
+                    dtensors.put_whole_(param, piece)
 
     def held(
         self, module: nn.Module, values_F: Tensor, spans: Sequence[tuple[int, int]] | None = None
@@ -263,11 +267,12 @@ class Layout:
         """
         spans = ((0, self.numel),) if spans is None else spans
         grad_N = torch.zeros(sum(stop - start for start, stop in spans), dtype=torch.float32)
-        for param, runs in zip(self.trained(module), self.runs(spans), strict=True):
-            if param.grad is not None:
-                grad = param.grad.detach()
-                dense = grad if dtensors.is_dtensor(grad) else grad.to_dense()  # an embedding's
-                _copy_runs_(grad_N, dense, runs)
+        grads = (
+            (_dense(param.grad.detach()), runs)
+            for param, runs in zip(self.trained(module), self.runs(spans), strict=True)
+            if param.grad is not None
+        )
+        staging.to_host(_places_in(grad_N, grads))
         return grad_N
 
     def split(self, vector_N: Tensor) -> list[Tensor]:
@@ -368,16 +373,29 @@ def _trainable(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
         yield name.replace(_COMPILED, ""), param
 
 
-def _copy_runs_(out: Tensor, tensor: Tensor, runs: Sequence[tuple[slice, slice]]) -> None:
-    """Copy some values of a tensor, which is gathered if it is cut over ranks, wanted or not."""
-    if not runs and not dtensors.is_dtensor(tensor):
-        return
-    values = dtensors.whole(tensor)
-    for own, place in runs:
-        if own.stop - own.start == values.numel():
-            out[place].view(values.shape).copy_(values)
-        else:
-            out[place].copy_(values.reshape(-1)[own])
+def _places_in(
+    out: Tensor, tensors: Iterable[tuple[Tensor, Sequence[tuple[slice, slice]]]]
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Pair the values of tensors that lie in some runs with their places in a vector.
+
+    A tensor that is cut over ranks is gathered, wanted or not: all ranks take part.
+    """
+    for tensor, runs in tensors:
+        if not runs and not dtensors.is_dtensor(tensor):
+            continue
+        values = dtensors.whole(tensor).reshape(-1)
+        for own, place in runs:
+            yield values[own], out[place]
+
+
+def _is_plain(param: Tensor) -> bool:
+    """Return whether a parameter's values lie in one memory, in their order."""
+    return not dtensors.is_dtensor(param) and param.is_contiguous()
+
+
+def _dense(grad: Tensor) -> Tensor:
+    """Return a gradient without sparsity, which an embedding's may have."""
+    return grad if dtensors.is_dtensor(grad) else grad.to_dense()
 
 
 def _is_shape(shape: object) -> bool:
@@ -640,7 +658,9 @@ def piece_slices(pieces: Sequence[Dims]) -> tuple[slice, ...]:
     return tuple(slices)
 
 
-def batches(codec: Codec, pieces: Sequence[Dims]) -> Iterator[tuple[slice, Codec]]:
+def batches(
+    codec: Codec, pieces: Sequence[Dims], at_once: int = AT_ONCE
+) -> Iterator[tuple[slice, Codec]]:
     """Yield runs of pieces that are encoded at once, each with its codec.
 
     Pieces share a run if they are equally long and the codec looks at values alone, or if the codec
@@ -650,7 +670,7 @@ def batches(codec: Codec, pieces: Sequence[Dims]) -> Iterator[tuple[slice, Codec
     while first < len(pieces):
         dims, own = pieces[first], codec_of(codec, pieces[first])
         last = first + 1
-        while last < min(len(pieces), first + AT_ONCE):
+        while last < min(len(pieces), first + at_once):
             alike = own.any_shapes or (own.elementwise and pieces[last] == dims)
             if not alike or codec_of(codec, pieces[last]) is not own:
                 break

@@ -3,10 +3,12 @@
 import pytest
 import torch
 
-from atoll.compression import parse
+from atoll.compression import parse, staging
+from atoll.compression.base import CPU
 from atoll.coordinator.run.sections import InnerSection
 from atoll.optim import in_process, methods
-from atoll.optim.state.layout import Layout
+from atoll.optim.log.replica import residual_of
+from atoll.optim.state.layout import Layout, decode_pieces
 from atoll.peer.training import models, saved
 from atoll.peer.training.devices import Device
 from atoll.peer.training.fit import Fit
@@ -76,6 +78,56 @@ def test_peers_on_the_device_and_on_the_cpu_end_windows_alike(device, spec):
     for _, worker in both:
         assert same(worker.synced_N, synced_N)
         assert same(worker.layout.flatten(worker.model), synced_N)
+
+
+@pytest.mark.parametrize(
+    "spec", ["diloco", "diloco(codec=int4)", "diloco(codec=bf16)", "diloco(codec=sign)"]
+)
+def test_the_device_encodes_what_the_cpu_would_and_owes_the_same(device, spec):
+    expect_same_offers(methods.parse(spec), device)
+
+
+@pytest.mark.cuda  # the fake device lacks products of blocks
+def test_a_gpu_encodes_cosine_transforms_as_the_cpu_would():
+    expect_same_offers(methods.parse("demo"), Device.choose("cuda", "float32"))
+
+
+def expect_same_offers(method, device):
+    """Let one peer encode on the CPU and one on the device, and settle three offers."""
+    (fragment,) = method.fragments(Layout(names=("a",), shapes=((300, 1000),)))
+    here, there = (residual_of(method, fragment, each) for each in (CPU, device.device))
+    for seed in range(3):
+        delta_N = torch.randn(300_000, generator=torch.Generator().manual_seed(seed)) * 1e-3
+        offers = [feedback.offer(delta_N, 2.0) for feedback in (here, there)]
+        assert offers[0].frames == offers[1].frames
+        assert offers[1].squares == pytest.approx(offers[0].squares, rel=1e-6)
+        for feedback, offer in zip((here, there), offers, strict=True):
+            included = torch.ones(len(offer.frames), dtype=torch.bool)
+            feedback.settle(offer, included, weight=2.0)
+        assert same(here.mass_N, there.mass_N)
+
+
+@pytest.mark.parametrize("codec", ["int8-uniform", "topk(k=256)+int4"])
+def test_what_a_device_encodes_in_its_own_way_decodes_alike(device, codec):
+    method = methods.parse(f"diloco(codec={codec})")
+    (fragment,) = method.fragments(Layout(names=("a",), shapes=((300_000,),)))
+    here, there = (residual_of(method, fragment, each) for each in (CPU, device.device))
+    delta_N = torch.randn(300_000, generator=torch.Generator().manual_seed(0)) * 1e-3
+    mine, other = (feedback.offer(delta_N, 1.0) for feedback in (here, there))
+    assert other.norm == pytest.approx(mine.norm, rel=1e-3)
+    decoded_N = decode_pieces(method.codec, other.frames, fragment.pieces)
+    assert same(other.after_N, delta_N - decoded_N)  # so the residual is of these very frames
+
+
+@pytest.mark.parametrize("numel", [1, 1000, staging.BUFFER_BYTES // 4 * 2 + 17])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_copies_in_pieces_keep_all_values(device, numel, dtype):
+    x = torch.randn(numel, generator=torch.Generator().manual_seed(0))
+    moved = torch.empty(numel, dtype=dtype).to(device.device)
+    staging.to_device([(x, moved), (x, moved)])
+    back = torch.empty(numel)
+    staging.to_host([(moved, back)])
+    assert same(back, x.to(dtype).float())
 
 
 def test_an_evaluator_leaves_the_model_as_it_was(device):

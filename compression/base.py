@@ -159,15 +159,6 @@ def _aligned(data: Frame) -> Tensor:
     return torch.frombuffer(buffer, dtype=torch.uint8)[: len(data)]
 
 
-def on_device(device: torch.device, payload: Tensor) -> Tensor:
-    """Return a payload of the CPU on a device: itself, or a copy."""
-    if device.type == "cpu":
-        return payload
-    moved = torch.empty(payload.shape, dtype=payload.dtype, device=device)
-    staging.to_device([(payload, moved)])
-    return moved
-
-
 def _result(dims: Dims, device: Device, out: Tensor | None) -> Tensor:
     if out is None:
         return torch.empty(math.prod(dims), dtype=torch.float32, device=device)
@@ -274,7 +265,7 @@ class Codec(ABC):
         payload = self._open(data, dims)
         out_N = _result(dims, device, out)
         if out_N.numel():
-            self._read(on_device(out_N.device, payload), dims, out_N)
+            self._read(staging.on_device(out_N.device, payload), dims, out_N)
         return out_N.view(dims)
 
     def encode_rows(self, x_RN: Tensor) -> list[bytes]:
@@ -293,6 +284,16 @@ class Codec(ABC):
         """
         for frame, out_N in zip(frames, out_RN.unbind(0), strict=True):
             self.decode(frame, out_N.shape, device=out_N.device, out=out_N)
+
+    def encode_and_decode_rows(self, x_RN: Tensor, out_RN: Tensor) -> list[bytes]:
+        """Return a frame for each row, and write what they decode to; both on one device.
+
+        Raises:
+            CodecError: as `encode`.
+        """
+        frames = self.encode_rows(x_RN)
+        self.decode_rows(frames, out_RN)
+        return frames
 
     def encode_pieces(self, x_N: Tensor, shapes: Sequence[Dims]) -> list[bytes]:
         """Return a frame for each of consecutive pieces of `x_N`, as `encode` does.
@@ -370,12 +371,20 @@ class Codec(ABC):
 
     def _fill_from_device(self, x_N: Tensor, dims: Dims, payload: Tensor) -> float:
         """Encode on the accelerator; the payload and its witness come over together."""
-        padded = -(-payload.numel() // 8) * 8  # the witness behind it must be aligned to be viewed
+        return self._fetch(self._written_on_device(x_N, dims, payload.numel()), payload)
+
+    def _written_on_device(self, x_N: Tensor, dims: Dims, num_bytes: int) -> Tensor:
+        """Return a payload of so many bytes on the device of `x_N`, with its witness behind it."""
+        padded = -(-num_bytes // 8) * 8  # the witness must be aligned to be viewed
         written = torch.empty(padded + 8, dtype=torch.uint8, device=x_N.device)
-        witness = self._write(x_N, dims, written[: payload.numel()])
+        witness = self._write(x_N, dims, written[:num_bytes])
         written[padded : padded + 4].view(torch.float32).copy_(witness)
+        return written
+
+    def _fetch(self, written: Tensor, payload: Tensor) -> float:
+        """Copy a payload from the device, and return its witness."""
         tail = torch.empty(8, dtype=torch.uint8)
-        staging.to_host([(written[: payload.numel()], payload), (written[padded:], tail)])
+        staging.to_host([(written[: payload.numel()], payload), (written[-8:], tail)])
         return float(tail[:4].view(torch.float32))
 
     def _check_length(self, length: int, dims: Dims) -> None:

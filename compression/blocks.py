@@ -32,6 +32,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from atoll.compression import staging
 from atoll.compression.base import (
     BF16_MAX,
     CPU,
@@ -44,8 +45,8 @@ from atoll.compression.base import (
     Frame,
     carve,
     floats,
-    on_device,
     part,
+    refuse_infinite,
     require_finite,
     step_sizes,
 )
@@ -72,7 +73,7 @@ class BlockCodec(Codec):
     reads_once: ClassVar[bool] = False  # True: factors for each step; few calls MUST make them
     num_measures: ClassVar[int] = 1
     tiles_at_once: ClassVar[int] = MAX_TILES  # on a CPU
-    alike_in_rows: ClassVar[bool] = False  # True: a block is encoded alike whatever is beside it
+    together_on_cpu: ClassVar[bool] = False  # True: rows cost less as one tensor, on a CPU too
 
     def __post_init__(self) -> None:
         """Refuse blocks that do not divide a tile."""
@@ -116,10 +117,22 @@ class BlockCodec(Codec):
     def encode_rows(self, x_RN: Tensor) -> list[bytes]:
         if not self._is_tiles(x_RN):
             return super().encode_rows(x_RN)
-        numel = x_RN.numel()
-        together = room("rows", (self._payload_bytes((numel,)),), CPU, torch.uint8)
-        self._fill(floats(x_RN), (numel,), together)
-        frames_RB = torch.empty((len(x_RN), self.wire_bytes(TILE)), dtype=torch.uint8)
+        together = room("rows", (self._payload_bytes((x_RN.numel(),)),), CPU, torch.uint8)
+        self._fill(floats(x_RN), (x_RN.numel(),), together)
+        return self._frames_of(together, len(x_RN))
+
+    def encode_and_decode_rows(self, x_RN: Tensor, out_RN: Tensor) -> list[bytes]:
+        if x_RN.device.type == "cpu" or not self._is_tiles(x_RN):
+            return super().encode_and_decode_rows(x_RN, out_RN)
+        together = room("rows", (self._payload_bytes((x_RN.numel(),)),), CPU, torch.uint8)
+        written = self._written_on_device(floats(x_RN), (x_RN.numel(),), together.numel())
+        refuse_infinite(self._fetch(written, together))
+        self._read(written[: together.numel()], (x_RN.numel(),), out_RN.view(-1))
+        return self._frames_of(together, len(x_RN))
+
+    def _frames_of(self, together: Tensor, rows: int) -> list[bytes]:
+        """Return the frames of rows, given the payload of a tensor of all of them."""
+        frames_RB = torch.empty((rows, self.wire_bytes(TILE)), dtype=torch.uint8)
         for of_frames, section in self._sections_of_rows(frames_RB[:, HEADER_BYTES:], together):
             of_frames.copy_(section)
         return self._seal_rows(frames_RB, (TILE,))
@@ -132,10 +145,12 @@ class BlockCodec(Codec):
         together = room("rows", (self._payload_bytes(dims),), CPU, torch.uint8)
         for of_frames, section in self._sections_of_rows(payload_RB, together):
             section.copy_(of_frames)
-        self._read(on_device(out_RN.device, together), dims, out_RN.view(-1))
+        self._read(staging.on_device(out_RN.device, together), dims, out_RN.view(-1))
 
     def _is_tiles(self, x_RN: Tensor) -> bool:
-        return self.alike_in_rows and len(x_RN) > 1 and x_RN.shape[1] == TILE
+        if len(x_RN) < 2 or x_RN.shape[1] != TILE or self.wire_bytes(TILE) % 8:
+            return False  # payloads of rows lie side by side, each aligned to 8
+        return self.together_on_cpu or x_RN.device.type != "cpu"
 
     def _sections_of_rows(
         self, payload_RB: Tensor, together: Tensor
@@ -344,7 +359,7 @@ class Int8(BlockCodec):
     code: ClassVar[int] = 4
     code_dtype: ClassVar[torch.dtype] = torch.int8
     reads_once: ClassVar[bool] = True
-    alike_in_rows: ClassVar[bool] = True
+    together_on_cpu: ClassVar[bool] = True
     block: int = 128
 
     def _code_bytes(self, numel: int) -> int:

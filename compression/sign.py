@@ -40,7 +40,7 @@ class Sign(BlockCodec):
     block: int = 1024
     code_limit: ClassVar[float] = 64.0
     reads_once: ClassVar[bool] = True
-    alike_in_rows: ClassVar[bool] = True
+    together_on_cpu: ClassVar[bool] = True
 
     def _code_bytes(self, numel: int) -> int:
         return plane_bytes(numel, 8)

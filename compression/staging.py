@@ -46,6 +46,15 @@ def to_device(pairs: Pairs) -> None:
                 target.copy_(source)
 
 
+def on_device(device: torch.device, tensor: Tensor) -> Tensor:
+    """Return a tensor of the CPU on a device: itself, or a copy."""
+    if device.type == "cpu":
+        return tensor
+    moved = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+    to_device([(tensor, moved)])
+    return moved
+
+
 class _Ring:
     """The pinned buffers of one device, and the stream that copies."""
 

@@ -53,7 +53,6 @@ from atoll.optim.state.layout import (
     batches,
     codec_of,
     decode_batch,
-    encode_batch,
     encode_pieces,
     grid,
 )
@@ -200,8 +199,12 @@ def encode_sent(codec: Codec, values: Tensor, pieces: Sequence[Dims]) -> tuple[l
     if isinstance(codec, SparseCodec):
         frames, sent = codec.encode_sparse_rows(values.view(len(pieces), -1))
         return frames, Sent(values=sent.values, indices=sent.indices)
-    frames = encode_batch(codec, values, pieces)
-    return frames, sent_in(codec, frames, pieces, values.device)
+    if codec.any_shapes or len(pieces) == 1:
+        frames = codec.encode_pieces(values, pieces)
+        return frames, sent_in(codec, frames, pieces, values.device)
+    sent_RN = scratch("sent", values).view(len(pieces), -1)
+    frames = codec.encode_and_decode_rows(values.view(len(pieces), -1), sent_RN)
+    return frames, Sent(values=sent_RN.view(-1))
 
 
 def sums_of_squares(values: Tensor, pieces: Sequence[Dims]) -> list[float]:

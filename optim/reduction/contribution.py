@@ -41,7 +41,7 @@ import torch
 from torch import Tensor
 
 from atoll.compression import Codec, TopK, staging
-from atoll.compression.base import CPU, on_device
+from atoll.compression.base import CPU
 from atoll.compression.scratch import room, scratch
 from atoll.compression.sparse import Sparse, SparseCodec
 from atoll.optim.reduction.cells import Sent, encode_sent, sums_of_squares
@@ -363,10 +363,10 @@ class Feedback:
             # Top-k is selected now, while x is in scratch; the selections are encoded below, many
             # batches at once, because passes over x evict the encoder's code from the cache.
             if isinstance(codec, TopK) and codec.go_together(len(x) // len(pieces)):
-                there = on_device(self._device, x)
+                there = staging.on_device(self._device, x)
                 chosen.append((batch, codec, codec.choose_rows(there.view(len(pieces), -1)).cpu()))
             else:
-                x = x if isinstance(codec, SparseCodec) else on_device(self._device, x)
+                x = x if isinstance(codec, SparseCodec) else staging.on_device(self._device, x)
                 frames[batch], sent = encode_sent(codec, x, pieces)
                 squares[batch] = sent.squares(pieces)
                 if after_N is not None:

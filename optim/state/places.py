@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from atoll.compression import staging
 from atoll.optim.state import dtensors
 from atoll.optim.state.layout import Fragment, Layout
 
@@ -136,7 +137,9 @@ class WholePlaces(Places):
         with torch.no_grad():
             for param, place in self._layout.parameters_in(model, spans):
                 local = dtensors.whole(param).to(torch.float32)  # itself, unless bf16 or cut
-                views = (v[place].view(param.shape).to(param.device) for v in vectors)
+                views = (
+                    staging.on_device(param.device, v[place].view(param.shape)) for v in vectors
+                )
                 rule(local, *views)
                 if local is not param:
                     dtensors.put_whole_(param, local)

@@ -5,6 +5,7 @@ import torch
 
 from atoll.compression import parse, staging
 from atoll.compression.base import CPU
+from atoll.compression.scratch import TILE
 from atoll.coordinator.run.sections import InnerSection
 from atoll.optim import in_process, methods
 from atoll.optim.log.replica import residual_of
@@ -44,6 +45,22 @@ def test_a_codec_writes_and_reads_the_same_bits(device, spec):
     assert codec.encode(x.to(device.device)) == frame
     decoded = codec.decode(frame, x.shape, device=device.device)
     assert same(decoded.cpu(), codec.decode(frame, x.shape))
+
+
+@pytest.mark.parametrize("spec", ["fp16", "int8", "int8-dynamic", "int4", "fp4", "nf4", "2bit"])
+def test_tiles_encoded_together_are_frames_of_each(device, spec):
+    codec = parse(spec)
+    x_RN = torch.randn(3, TILE, generator=torch.Generator().manual_seed(0)) * 1e-3
+    x_RN[1] *= 1e6  # a frame's scales are its own
+    there_RN = x_RN.to(device.device)
+    decoded_RN = torch.empty_like(there_RN)
+    frames = codec.encode_and_decode_rows(there_RN, decoded_RN)
+    for frame, x_N, decoded_N in zip(frames, there_RN, decoded_RN.cpu(), strict=True):
+        assert same(codec.decode(frame, TILE), decoded_N)
+        assert frame == codec.encode(x_N)
+    again_RN = torch.empty_like(there_RN)
+    codec.decode_rows(frames, again_RN)
+    assert same(again_RN.cpu(), decoded_RN.cpu())
 
 
 def test_a_layout_copies_parameters_and_gradients_out_and_back(device):

@@ -147,7 +147,7 @@ class Servers:
         """Return in words why no peer of the stage serves the text."""
         if not self._known:
             return f"no peer of {self.module} is in the run"
-        found = Counter(one.trouble for one in self._known.values())
+        found: Counter[Trouble | None] = Counter(one.trouble for one in self._known.values())
         told = ", ".join(
             f"{number} {IN_WORDS[trouble] if trouble else 'not asked yet'}"
             for trouble, number in found.items()

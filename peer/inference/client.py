@@ -47,6 +47,7 @@ from atoll.peer.inference.messages import (
     pack,
     unpack,
 )
+from atoll.peer.pipeline.wiring import MAX_PAUSE_S
 
 CONNECT_S = 7.0  # libp2p does not dial again within 5 s of a failure
 ANSWER_S = 30.0  # for a piece of a text on a peer that rests four fifths of the time
@@ -65,7 +66,7 @@ class RunTooFast(Exception):
     """The run's rounds end sooner than a text can begin again."""
 
 
-class _Moved(Exception):
+class _LeftBehind(Exception):
     """No server of a stage reads the position of the session any more."""
 
 
@@ -203,7 +204,7 @@ class LiveModel:
             new, self._window = window[len(self._window) :], window
             try:
                 return await self._through_all(new)
-            except _Moved:
+            except _LeftBehind:
                 self._on_event("info", "the run went on to its next round; so does the text")
                 self._forget()
         raise RunTooFast(
@@ -274,11 +275,13 @@ class LiveModel:
             max_rows=self._max_rows,
         )
         body = pack(question, memoryview(bytes(stage.sent[start * size : (start + rows) * size])))
+        answer, payload = await self._replied(stage, body)
         for _ in range(MAX_BUSY):
-            answer, payload = await self._replied(stage, body)
             if answer.verdict != "busy" or not start:
                 break
-            await asyncio.sleep(max(answer.retry_ms / 1000, POLL_S))  # it has the text so far
+            pause_s = min(max(answer.retry_ms / 1000, POLL_S), MAX_PAUSE_S)
+            await asyncio.sleep(pause_s)  # another one would need the text from its beginning
+            answer, payload = await self._replied(stage, body)
         self._expect_usable(stage, answer, payload, rows)
         return answer, payload
 
@@ -356,7 +359,7 @@ class LiveModel:
             if record is not None and await self._connected(servers, record):
                 return record
             if record is None and servers.have_moved(stage.position):
-                raise _Moved
+                raise _LeftBehind
             if self._loop.time() >= until_s:
                 raise NoServer(self._nobody(servers))
             if not is_told and record is None:

@@ -22,14 +22,14 @@ from atoll.dht.refusals import RefusalCode
 from atoll.dht.tasks import KeptTasks
 from atoll.dht.transport import Refused, Transport
 from atoll.optim.log.entry import MalformedRecord
-from atoll.optim.log.replica import Compute as RunsBeside
+from atoll.optim.log.replica import Compute
 from atoll.peer.inference.messages import TEXT, Extend, expect_length, unpack
 from atoll.peer.inference.served import BadPayload, ServedStage
 from atoll.peer.inference.sessions import (
-    Compute,
-    Session,
+    ComputeText,
     SessionRules,
     Sessions,
+    TextSession,
     TextStatistics,
 )
 
@@ -76,7 +76,7 @@ class TextServer:
         *,
         share: float,
         tasks: KeptTasks,
-        compute: RunsBeside,
+        compute: Compute,
         rules: SessionRules | None = None,
     ) -> None:
         """Serve from now on.
@@ -101,7 +101,7 @@ class TextServer:
         self._loop = asyncio.get_running_loop()
         self._params: dict[int, Tensor] = {}
         """that sessions read, by position; none once they have ended"""
-        self._waiting: dict[Session, asyncio.Future[bytes]] = {}
+        self._waiting: dict[TextSession, asyncio.Future[bytes]] = {}
         transport.serve(TEXT, self._serve)
         tasks.keep(self._keep)
 
@@ -124,7 +124,7 @@ class TextServer:
         if isinstance(verdict, bytes):
             return verdict
         session = verdict.session
-        if isinstance(verdict, Compute):
+        if isinstance(verdict, ComputeText):
             # Those of another position are there: a session reads them.
             params_N = self._params.setdefault(session.position, params_N)
             self._waiting[session] = self._loop.create_future()
@@ -140,7 +140,7 @@ class TextServer:
             raise Refused(RefusalCode.BAD_MESSAGE, str(error)) from error
         return question, payload
 
-    async def _work(self, job: Compute, params_N: Tensor, payload: memoryview) -> None:
+    async def _work(self, job: ComputeText, params_N: Tensor, payload: memoryview) -> None:
         """Compute, whoever waits for it; the answer is the session's as well."""
         session, answer = job.session, b""
         try:
@@ -150,7 +150,7 @@ class TextServer:
                 answer = self._sessions.failed(session, "failed")
             self._waiting.pop(session).set_result(answer)
 
-    async def _answer(self, job: Compute, params_N: Tensor, payload: memoryview) -> bytes:
+    async def _answer(self, job: ComputeText, params_N: Tensor, payload: memoryview) -> bytes:
         session = job.session
         if job.begins:
             session.cache = self._stage.caches(session.max_rows)

@@ -1,7 +1,7 @@
 """The sessions of one server, as a machine without sockets, tensors or clocks.
 
     verdict = sessions.asked(client, question, digest, here=12, now_s=now_s)
-    Compute                 let `sessions.computed` or `sessions.failed` follow
+    ComputeText             let `sessions.computed` or `sessions.failed` follow
     Await                   the same question is in work: its answer is this one's too
     bytes                   an answer
 
@@ -67,7 +67,7 @@ class SessionName(NamedTuple):
 
 
 @dataclass(kw_only=True, eq=False)
-class Session:
+class TextSession:
     """One text at one stage."""
 
     name: SessionName
@@ -88,10 +88,10 @@ class Session:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Compute:
+class ComputeText:
     """Compute new positions of a session."""
 
-    session: Session
+    session: TextSession
     question: Extend
     begins: bool
     """whether with an empty cache"""
@@ -101,7 +101,7 @@ class Compute:
 class Await:
     """The same question is in work."""
 
-    session: Session
+    session: TextSession
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,13 +129,13 @@ class Sessions:
     """The sessions of one server. All times are seconds on one clock."""
 
     rules: SessionRules
-    _known: dict[SessionName, Session] = field(default_factory=dict)
+    _known: dict[SessionName, TextSession] = field(default_factory=dict)
     _counts: _Counts = field(default_factory=_Counts)
 
     def __len__(self) -> int:
         return len(self._known)
 
-    def __iter__(self) -> Iterator[Session]:
+    def __iter__(self) -> Iterator[TextSession]:
         return iter(list(self._known.values()))
 
     @property
@@ -149,7 +149,7 @@ class Sessions:
 
     def asked(
         self, client: str, question: Extend, digest: bytes, *, here: int, now_s: float
-    ) -> Compute | Await | bytes:
+    ) -> ComputeText | Await | bytes:
         """Take a question whose payload has the right length.
 
         Args:
@@ -173,7 +173,7 @@ class Sessions:
             return refused("shape")
         return self._grown(session, question, digest)
 
-    def computed(self, session: Session, payload: bytes, now_s: float) -> bytes:
+    def computed(self, session: TextSession, payload: bytes, now_s: float) -> bytes:
         """Take the output of a question in work; return its answer."""
         question = session.in_work
         assert question is not None
@@ -184,7 +184,7 @@ class Sessions:
         self._counts.rows += question.rows
         return session.answer
 
-    def failed(self, session: Session, reason: RefusedText) -> bytes:
+    def failed(self, session: TextSession, reason: RefusedText) -> bytes:
         """Note that a question in work cannot be answered; the session ends."""
         session.in_work = None
         self._end(session)
@@ -205,7 +205,7 @@ class Sessions:
 
     def _begun(
         self, client: str, question: Extend, digest: bytes, *, here: int, now_s: float
-    ) -> Compute | bytes:
+    ) -> ComputeText | bytes:
         """Begin a session, if there is room."""
         if question.start:
             return _answer(Extended(verdict="gap", held=0))
@@ -217,7 +217,7 @@ class Sessions:
             return refused("size")
         if not (self._may_compute and self._make_room(client, num_bytes, now_s)):
             return self._busy()
-        session = Session(
+        session = TextSession(
             name=SessionName(client, question.session),
             position=position,
             max_rows=question.max_rows,
@@ -228,7 +228,9 @@ class Sessions:
         self._counts.begun += 1
         return self._begin(session, question, digest)
 
-    def _grown(self, session: Session, question: Extend, digest: bytes) -> Compute | Await | bytes:
+    def _grown(
+        self, session: TextSession, question: Extend, digest: bytes
+    ) -> ComputeText | Await | bytes:
         """Let a session grow, answer again, or begin again."""
         if session.last == (question.start, question.rows, digest):
             return Await(session=session) if session.in_work is not None else session.answer
@@ -240,10 +242,10 @@ class Sessions:
             return self._busy()
         return self._begin(session, question, digest)
 
-    def _begin(self, session: Session, question: Extend, digest: bytes) -> Compute:
+    def _begin(self, session: TextSession, question: Extend, digest: bytes) -> ComputeText:
         session.in_work, session.answer = question, b""
         session.last = (question.start, question.rows, digest)
-        return Compute(session=session, question=question, begins=question.start == 0)
+        return ComputeText(session=session, question=question, begins=question.start == 0)
 
     @property
     def _may_compute(self) -> bool:
@@ -268,14 +270,16 @@ class Sessions:
             self._counts.evicted += 1
             self._end(leaves)
 
-    def _longest_idle(self, sessions: Iterator[Session] | list[Session]) -> Session | None:
+    def _longest_idle(
+        self, sessions: Iterator[TextSession] | list[TextSession]
+    ) -> TextSession | None:
         idle = [one for one in sessions if one.in_work is None]
         return min(idle, key=lambda one: one.used_s, default=None)
 
-    def _end(self, session: Session) -> None:
+    def _end(self, session: TextSession) -> None:
         self._known.pop(session.name, None)
 
-    def _bytes(self, sessions: Sessions | list[Session]) -> int:
+    def _bytes(self, sessions: Sessions | list[TextSession]) -> int:
         return sum(one.num_bytes for one in sessions)
 
     def _answer_bytes(self) -> int:

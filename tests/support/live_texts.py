@@ -1,7 +1,10 @@
-"""Servers and a client of texts over a network in memory, with the stages of a tiny model."""
+"""Servers and a client of texts over a network in memory, and texts of gathered checkpoints."""
 
 import random
 
+import torch
+
+from atoll.coordinator.checkpoints import load_checkpoint
 from atoll.dht.roster import PeerRecord, StagePlace
 from atoll.dht.scoped import transport_of
 from atoll.dht.testing.virtualtime import inline
@@ -14,6 +17,7 @@ from atoll.peer.training.opening import slices_of, stage_slices
 from atoll.peer.training.permission import Allowed
 from atoll.peer.training.sampling import Continuation, SamplingOptions, generate
 from atoll.peer.training.stages import StageModel
+from support.organiser import until
 from support.stages import staged_spec, trained_states
 
 CONTEXT = 16
@@ -143,3 +147,28 @@ async def continued(model, prompt, *, between=lambda number: None, **options):
         pieces.append(text.take(await model.logits(text.tokens)))
         read.append(model.positions)
     return "".join(pieces), read
+
+
+def gathered(spec, folder, positions):
+    """The model that the stages' checkpoints at these positions make up."""
+    known, slices = slices_of(spec, VOCAB, Allowed()), {}
+    for module, position in zip(spec.modules, positions, strict=True):
+        path = folder / "checkpoints" / module / f"{spec.run.name}-{position:08d}.safetensors"
+        until(path.exists, f"the checkpoint {path.name} of {module}")
+        stage = known.build(stage_slices(spec, known, module), seed=spec.run.seed)
+        checkpoint = load_checkpoint(path)
+        checkpoint.layout.load_(stage, checkpoint.params_N)
+        slices |= zip(stage.indices, stage.slices.values(), strict=True)
+    return StageModel(slices, known.shape, num_slices=len(known))
+
+
+def drawn_again(spec, folder, prompt, options, readings):
+    """The text of the gathered checkpoints, each for the tokens that were read from it."""
+    text, pieces = Continuation(ByteTokenizer(), prompt, options), []
+    models = [(each.token, gathered(spec, folder, each.positions)) for each in readings]
+    while not text.is_over:
+        model = next(model for token, model in reversed(models) if token <= text.num_drawn)
+        with torch.no_grad():
+            logits_1TV = model(torch.tensor([text.tokens[-spec.data.seq_len :]]))
+        pieces.append(text.take(logits_1TV[0, -1]))
+    return "".join(pieces)

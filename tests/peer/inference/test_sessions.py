@@ -15,7 +15,7 @@ from atoll.peer.inference.messages import (
     TextShape,
     unpack,
 )
-from atoll.peer.inference.sessions import Await, Compute, SessionRules, Sessions
+from atoll.peer.inference.sessions import Await, ComputeText, SessionRules, Sessions
 
 SHAPE = TextShape(
     is_first=False, is_last=False, width=4, vocab_size=256, num_logits=256, max_rows=32
@@ -58,7 +58,7 @@ def asked(sessions, asks, *, client="a", text="text", here=3, now_s=0.0):
 def answered(sessions, asks, output=b"out", **how):
     """Ask, and compute if that is the verdict; return the answer's record and payload."""
     verdict = asked(sessions, asks, **how)
-    if isinstance(verdict, Compute):
+    if isinstance(verdict, ComputeText):
         verdict = sessions.computed(verdict.session, output, how.get("now_s", 0.0))
     record, payload = unpack(Extended, verdict)
     return record, bytes(payload)
@@ -67,10 +67,10 @@ def answered(sessions, asks, output=b"out", **how):
 def test_a_text_grows_by_what_is_sent():
     sessions = ledger()
     first = asked(sessions, question(rows=3))
-    assert isinstance(first, Compute) and first.begins
+    assert isinstance(first, ComputeText) and first.begins
     sessions.computed(first.session, b"abc", 0.0)
     second = asked(sessions, question(start=3, rows=1), text="more")
-    assert isinstance(second, Compute) and not second.begins
+    assert isinstance(second, ComputeText) and not second.begins
     record, payload = unpack(Extended, sessions.computed(second.session, b"d", 0.0))
     assert (record.verdict, record.held, record.position) == ("done", 4, 3)
     assert bytes(payload) == b"d"
@@ -106,7 +106,7 @@ def test_other_content_at_the_same_place_is_no_repeat():
     sessions = ledger()
     answered(sessions, question(rows=3), b"abc")
     verdict = asked(sessions, question(rows=3), text="other")
-    assert isinstance(verdict, Compute) and verdict.begins  # from the beginning of the text
+    assert isinstance(verdict, ComputeText) and verdict.begins  # from the beginning of the text
     sessions.computed(verdict.session, b"xyz", 0.0)
     record, _ = answered(sessions, question(start=3, rows=1), text="more")
     assert (record.verdict, record.held) == ("done", 4)
@@ -209,8 +209,8 @@ def test_a_session_does_not_grow_beyond_what_it_reserved():
 
 def test_computations_that_wait_are_bounded():
     sessions = ledger(max_waiting=2)
-    assert isinstance(asked(sessions, question(), client="a"), Compute)
-    assert isinstance(asked(sessions, question(), client="b"), Compute)
+    assert isinstance(asked(sessions, question(), client="a"), ComputeText)
+    assert isinstance(asked(sessions, question(), client="b"), ComputeText)
     record, _ = answered(sessions, question(), client="c")
     assert record.verdict == "busy" and len(sessions) == 2
     assert sessions.statistics().busy == 1
@@ -286,7 +286,7 @@ class Ledger(RuleBasedStateMachine):
         verdict = asked(
             self.sessions, asks, client=client, text=text, here=self.here, now_s=self.now_s
         )
-        if isinstance(verdict, Compute):
+        if isinstance(verdict, ComputeText):
             one = verdict.session
             assert one.name == (client, name(session))
             assert start in (0, one.held) and start + rows <= one.max_rows <= SHAPE.max_rows

@@ -6,7 +6,8 @@ What goes wrong is told apart, as for microbatches (`atoll.peer.pipeline.wiring`
     lost         a ban of a second that doubles with each failure in a row, with jitter
     silent       the same from 4 s on; so for a peer that cannot be reached
     moved        not asked for that position of its log again
-    refuses      not asked again: it serves no texts, or not this one
+    off          not asked again: its owner serves no texts
+    refuses      not asked again: it serves texts, but not this one
     lied         not asked again: its answer had another shape, or numbers that are not finite
 
 An answer that is used ends a ban. A new incarnation of a peer is another peer. An announcement
@@ -36,14 +37,15 @@ from atoll.peer.pipeline.wiring import (
     Backoff,
 )
 
-Trouble = Literal["busy", "lost", "silent", "moved", "refuses", "lied"]
+Trouble = Literal["busy", "lost", "silent", "moved", "off", "refuses", "lied"]
 
 IN_WORDS: dict[Trouble, str] = {
     "busy": "busy",
     "lost": "lost",
     "silent": "without an answer",
     "moved": "at another round",
-    "refuses": "serving no texts",
+    "off": "serving no texts",
+    "refuses": "refusing this text",
     "lied": "with a false answer",
 }
 
@@ -135,6 +137,10 @@ class Servers:
         if one is not None:
             one.moved_from = position
 
+    def is_off(self, peer: str) -> None:
+        """Note that a peer serves no texts."""
+        self._leave_out(peer, "off")
+
     def refuses(self, peer: str) -> None:
         """Note that a peer will not serve this text."""
         self._leave_out(peer, "refuses")
@@ -156,9 +162,9 @@ class Servers:
         return f"{self.module} has {peers}: {told}"
 
     @property
-    def only_refuse(self) -> bool:
-        """Return whether there are peers, and all serve no texts."""
-        return bool(self._known) and all(one.trouble == "refuses" for one in self._known.values())
+    def all_are_off(self) -> bool:
+        """Return whether there are peers, and none serves texts."""
+        return bool(self._known) and all(one.trouble == "off" for one in self._known.values())
 
     def _leave_out(self, peer: str, trouble: Trouble) -> None:
         one = self._noted(peer, trouble)

@@ -236,6 +236,8 @@ class LiveModel:
             _Replace: another server has to take over.
         """
         first_new, gaps = stage.rows - num_new, 0
+        if stage.held > first_new:  # the outputs of these were lost with an attempt before
+            stage.begin_session()
         outputs, payload = bytearray(), memoryview(b"")
         while stage.held < stage.rows:
             start = stage.held
@@ -274,7 +276,7 @@ class LiveModel:
             rows=rows,
             max_rows=self._max_rows,
         )
-        body = pack(question, memoryview(bytes(stage.sent[start * size : (start + rows) * size])))
+        body = pack(question, bytes(stage.sent[start * size : (start + rows) * size]))
         answer, payload = await self._replied(stage, body)
         for _ in range(MAX_BUSY):
             if answer.verdict != "busy" or not start:
@@ -310,9 +312,11 @@ class LiveModel:
         if error.code is RefusalCode.INTERNAL:
             stage.servers.was_lost(stage.server.peer_id, self._loop.time())
             return
+        if error.code is RefusalCode.UNKNOWN_METHOD:  # its owner's choice
+            stage.servers.is_off(stage.server.peer_id)
+            return
         stage.servers.refuses(stage.server.peer_id)
-        if error.code is not RefusalCode.UNKNOWN_METHOD:  # that is its owner's choice
-            self._on_event("warning", f"{_name(stage)} refuses: {error.message}")
+        self._on_event("warning", f"{_name(stage)} refuses: {error.message}")
 
     def _expect_usable(
         self, stage: StageText, answer: Extended, payload: memoryview, rows: int
@@ -379,7 +383,7 @@ class LiveModel:
 
     def _nobody(self, servers: Servers) -> str:
         remedy = "wait longer with --wait, or take a checkpoint: atoll sample CHECKPOINT"
-        if servers.only_refuse:
+        if servers.all_are_off:
             remedy = "peers serve texts if their owners start them with --serve; " + remedy
         nobody = f"no server of {servers.module} within {self._wait_s:g} s"
         return f"{nobody}: {servers.account()}; {remedy}"

@@ -88,7 +88,7 @@ def test_a_silent_peer_is_banned_for_longer_than_a_lost_one():
     assert chosen(made, now_s=6.1) == "a"
 
 
-@pytest.mark.parametrize("trouble", ["refuses", "lied"])
+@pytest.mark.parametrize("trouble", ["is_off", "refuses", "lied"])
 def test_who_refuses_or_lies_is_asked_again_as_another_process(trouble):
     made = servers(a=1.0)
     getattr(made, trouble)("a")
@@ -108,20 +108,22 @@ def test_a_peer_at_another_position_is_asked_for_its_own():
 
 def test_the_account_names_what_is_wrong():
     made = servers(a=1.0, b=1.0, c=1.0)
-    made.refuses("a")
-    made.refuses("b")
+    made.is_off("a")
+    made.is_off("b")
     made.was_busy("c", 1.0, 0.0)
     assert made.account() == f"{STAGE} has 3 peers: 2 serving no texts, 1 busy"
-    assert not made.only_refuse
+    assert not made.all_are_off
     made.refuses("c")
-    assert made.only_refuse
+    assert made.account().endswith("1 refusing this text") and not made.all_are_off
+    made.is_off("c")
+    assert made.all_are_off
     assert servers().account() == f"no peer of {STAGE} is in the run"
 
 
 def test_a_peer_that_has_left_is_forgotten():
     made = servers(a=1.0)
     made.look([])
-    for tell in (made.answered, made.refuses, made.lied):
+    for tell in (made.answered, made.is_off, made.refuses, made.lied):
         tell("a")
     made.was_lost("a", 0.0)
-    assert chosen(made) is None and not made.only_refuse
+    assert chosen(made) is None and not made.all_are_off

@@ -96,7 +96,7 @@ def test_a_server_that_dies_is_replaced(live, stages, stage):
     live(use)
 
 
-def spoken(live, stages, fault, at, *, options):
+def spoken(live, stages, fault, at, *, options, prompt="ab", each=2):
     """Generate with a fault at one message, and check the text; return how many there were."""
     counts = []
 
@@ -107,10 +107,10 @@ def spoken(live, stages, fault, at, *, options):
 
         live.network.on_message = strike
         model = live.client()
-        text, _ = await continued(model, "ab", **options)
-        assert text == stages.text(ALL_AT_4, "ab", **options)
+        text, _ = await continued(model, prompt, **options)
+        assert text == stages.text(ALL_AT_4, prompt, **options)
 
-    live(use)
+    live(use, each=each)
     return len(counts)
 
 
@@ -137,6 +137,20 @@ def test_a_fault_at_any_message_changes_no_text(live, stages, fault):
     assert total == 2 * len(stages.spec.modules) * options["max_tokens"]
     for at in range(1, total + 1):
         assert spoken(live, stages, fault, at, options=options) >= total - 1
+
+
+@pytest.mark.parametrize("fault", [drop, reset])
+def test_a_fault_in_a_prompt_of_several_pieces_changes_no_text(live, stages, fault, monkeypatch):
+    monkeypatch.setattr("atoll.peer.inference.messages.PIECE_BYTES", 3 * 64)
+    once = {
+        "options": {"max_tokens": 2, "temperature": 0.9, "seed": 3},
+        "prompt": "a long one",
+        "each": 1,
+    }
+    total = spoken(live, stages, drop, 0, **once)
+    assert total == 2 * len(stages.spec.modules) * (4 + 1)
+    for at in range(1, total + 1):
+        spoken(live, stages, fault, at, **once)
 
 
 def test_a_lost_answer_of_the_only_server_is_asked_for_again(live, stages):

@@ -135,15 +135,20 @@ class Coordinator:
         """The only log of a dense run; of a pipeline the last stage's, which knows the loss."""
         return next(reversed(self.logs.values()))
 
-    def place(self, peer_id: str, module: str) -> KeptLog:
+    def place(self, peer_id: str, module: str, *, trains: bool = True) -> KeptLog:
         """Return the log that a peer shall follow: its own choice, or what needs it most.
+
+        Args:
+            peer_id: of the peer.
+            module: its choice, or empty.
+            trains: whether it takes a place, which the next ones then leave to it.
 
         Raises:
             Refusal: it chose a module that the run does not have.
         """
         chooses = module or len(self.logs) == 1
         log = self.log_of(module if chooses else self._needs_most(peer_id))
-        if len(self.logs) > 1:
+        if len(self.logs) > 1 and trains:
             self._placed.pop(peer_id, None)
             self._placed[peer_id] = (log.name, self._steady())
             self._forget_placed()

@@ -13,6 +13,7 @@
         stage-1/, stage-1.safetensors         the same of a stage, in a pipeline
         lock                                  held while a peer runs here
         atoll.log                             the daemon's messages
+      texts/RUN_ID/                         key and tokenizer of `atoll sample INVITE`
       coordinators/RUN_NAME/                state of one coordinator: `coordinator_state_dir`
 
 `atoll.coordinator` defines the files in a coordinator's directory.
@@ -33,6 +34,11 @@ def state_home(environ: Mapping[str, str] = os.environ) -> Path:
 def peer_state_dir(run_id: str, *, home: Path | None = None) -> Path:
     """Return the default state directory of this machine's peer in a run."""
     return (home or state_home()) / "peers" / run_id
+
+
+def text_state_dir(run_id: str, *, home: Path | None = None) -> Path:
+    """Return the directory of what this machine needs to ask a run for text."""
+    return (home or state_home()) / "texts" / run_id
 
 
 def coordinator_state_dir(run_name: str, *, home: Path | None = None) -> Path:

@@ -56,6 +56,7 @@ ROOMS = (
     "peer",
     "peer.pipeline",
     "peer.training",
+    "peer.inference",
     "peer.rounds",
     "peer.rounds.allreduce",
     "peer.rounds.consensus",

@@ -180,7 +180,8 @@ class Service:
         )
         if self._watch is not None:
             self._watch.joined(request.peer_id, host_of(self.true_caller(call.peer())))
-        log = self._run.place(request.peer_id, request.module)
+        trains = request.role != "follower"
+        log = self._run.place(request.peer_id, request.module, trains=trains)
         genesis = await asyncio.to_thread(log.replica.store.snapshot, 0)
         return pb.JoinReply(
             module=log.name,

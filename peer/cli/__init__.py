@@ -21,6 +21,7 @@ __all__ = [
     "Subparsers",
     "add_allow_model",
     "add_checkpoint",
+    "add_named_files",
     "add_stop_with_stdin",
     "new_parser",
     "print_json",
@@ -39,7 +40,7 @@ SUMMARIES = {
     "status": "print the state of a run once",
     "rounds": "list committed rounds",
     "shards": "tokenise the text of a run once, for fast starts",
-    "sample": "generate text from a checkpoint",
+    "sample": "generate text from a checkpoint, or through a live pipeline",
     "eval": "measure a checkpoint: bits a byte, or tasks",
     "export": "write a checkpoint as a model of Hugging Face",
     "tokenizer": "train a tokenizer",
@@ -98,6 +99,11 @@ def add_checkpoint(parser: argparse.ArgumentParser) -> None:
         metavar="CHECKPOINT",
         help="Checkpoint of a run (.safetensors), or a folder: the newest one in it.",
     )
+    add_named_files(parser)
+
+
+def add_named_files(parser: argparse.ArgumentParser) -> None:
+    """Add the options that allow what a checkpoint or a run names."""
     parser.add_argument(
         "--tokenizer",
         metavar="PATH",

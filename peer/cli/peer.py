@@ -20,6 +20,7 @@ from atoll.peer.daemon.supervised import STDIN, stop_with_stdin
 if TYPE_CHECKING:
     from atoll.peer.daemon.process import OnPeerEvent, PeerEvent
 
+SERVE_SHARE = 0.2  # of the time: training keeps four fifths of a contended core
 MAX_RANKS = 1024  # on one machine; torchrun connects several
 _PEER_ID = re.compile(r"\b12D3KooW[1-9A-HJ-NP-Za-km-z]{44}\b")  # libp2p's errors contain it in full
 
@@ -43,6 +44,7 @@ def add_parser(subparsers: Subparsers) -> None:
         "atoll peer INVITE --yes\n"
         "atoll peer INVITE --allow-model my_package.models:build --data /data/corpus\n"
         "atoll peer INVITE --gpus all\n"
+        "atoll peer INVITE --serve\n"
         "atoll peer INVITE --device cuda:1 --state-dir /data/atoll/gpu1\n"
         "atoll peer INVITE --data /data/corpus --name attic --json",
     )
@@ -141,6 +143,16 @@ def add_parser(subparsers: Subparsers) -> None:
         help="Fraction of time to spend training (default: 1.0).",
     )
     parser.add_argument(
+        "--serve",
+        type=_share,
+        nargs="?",
+        const=SERVE_SHARE,
+        default=0.0,
+        metavar="FRACTION",
+        help="In a pipeline, compute texts of whoever holds the invite (`atoll sample INVITE`), "
+        f"for up to this fraction of the time; {SERVE_SHARE:g} without a number (default: none).",
+    )
+    parser.add_argument(
         "--json", action="store_true", help="Print events as lines of JSON on stdout."
     )
     add_stop_with_stdin(parser)
@@ -184,6 +196,7 @@ def run(args: argparse.Namespace) -> int:
         any_model_source=args.any_model_source,
         yes=args.yes,
         share=args.share,
+        serve=args.serve,
     )
     _expect_device(options.device)
     _expect_data(args.data)

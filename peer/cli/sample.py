@@ -1,11 +1,23 @@
-"""`atoll sample`: generate text from a checkpoint."""
+"""`atoll sample`: generate text from a checkpoint, or through the stages of a live pipeline."""
 
 import argparse
+import asyncio
+import math
 import sys
 import time
-from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
 
-from atoll.peer.cli import Subparsers, add_checkpoint, new_parser, print_json
+from atoll.peer.cli import Subparsers, add_named_files, new_parser, print_json
+from atoll.peer.cli.watching import read_invite
+
+if TYPE_CHECKING:
+    from atoll.coordinator.run.invite import Invite
+    from atoll.coordinator.run.levels import Level
+    from atoll.peer.daemon.live_text import LiveOptions
+    from atoll.peer.training.sampling import SamplingOptions
+
+WAIT_S = 60.0  # a peer that moves to an empty stage is there within a minute
 
 
 def add_parser(subparsers: Subparsers) -> None:
@@ -16,12 +28,22 @@ def add_parser(subparsers: Subparsers) -> None:
         description="Generate a continuation of a prompt with the model of a checkpoint. Custom\n"
         "models run only with --allow-model, and files are read only with --tokenizer\n"
         "and --init. Of a pipeline, name the file of any stage, or the folder with the\n"
-        "folders of all stages.",
+        "folders of all stages.\n\n"
+        "With the INVITE of a pipeline, peers that were started with --serve compute the\n"
+        "text, each with its stage. They read the prompt. The text is that of the rounds\n"
+        "that `positions` in --json names, for each stage.",
         examples="atoll sample run-00000012.safetensors --prompt 'def '\n"
+        "atoll sample INVITE --prompt 'def ' --max-tokens 50\n"
         "atoll sample run-00000012.safetensors --prompt 'class ' --temperature 0 --json\n"
         "atoll sample theirs.safetensors --allow-model my_package.models:build",
     )
-    add_checkpoint(parser)
+    parser.add_argument(
+        "source",
+        metavar="CHECKPOINT|INVITE",
+        help="Checkpoint of a run (.safetensors), or a folder: the newest one in it; or the invite "
+        "of a live pipeline, or a file that contains it.",
+    )
+    add_named_files(parser)
     parser.add_argument("--prompt", default="", help="Text to continue (default: none).")
     parser.add_argument(
         "--max-tokens",
@@ -47,13 +69,20 @@ def add_parser(subparsers: Subparsers) -> None:
     parser.add_argument(
         "--device", default="auto", help="auto, cuda, cuda:1, mps or cpu (default: auto)."
     )
+    parser.add_argument(
+        "--wait",
+        type=_seconds,
+        default=WAIT_S,
+        metavar="SECONDS",
+        help=f"Longest wait for a peer that serves a stage, with an INVITE (default: {WAIT_S:g}).",
+    )
     parser.add_argument("--json", action="store_true", help="Print one line of JSON when done.")
 
 
 def run(args: argparse.Namespace) -> int:
     """Print the prompt and its continuation as it is generated."""
-    from atoll.coordinator.run.text import clean_lines
-    from atoll.peer.training.sampling import SamplingOptions, sample
+    invite = _invite(args.source)  # before torch is imported, which takes seconds
+    from atoll.peer.training.sampling import SamplingOptions
 
     options = SamplingOptions(
         max_tokens=args.max_tokens,
@@ -61,8 +90,32 @@ def run(args: argparse.Namespace) -> int:
         top_k=args.top_k,
         seed=args.seed,
     )
+    return _from_file(args, options) if invite is None else _from_run(args, invite, options)
+
+
+def _invite(source: str) -> "Invite | None":
+    """Return the invite that was given; None for the path of a checkpoint.
+
+    Raises:
+        InviteError: it is neither, or a damaged invite.
+    """
+    from atoll.coordinator.run.invite import NotAnInvite
+
+    path = Path(source)
+    if len(source) <= 255 and (path.is_dir() or path.suffix == ".safetensors"):
+        return None
+    try:
+        return read_invite(source)
+    except NotAnInvite as error:
+        raise NotAnInvite(f"{error}; or name a checkpoint (.safetensors) or its folder") from None
+
+
+def _from_file(args: argparse.Namespace, options: "SamplingOptions") -> int:
+    """Generate on this machine."""
+    from atoll.peer.training.sampling import sample
+
     pieces = sample(
-        args.checkpoint,
+        Path(args.source),
         args.prompt,
         options,
         device=args.device,
@@ -71,19 +124,90 @@ def run(args: argparse.Namespace) -> int:
         tokenizer=args.tokenizer,
         init=args.init,
     )
-    if args.json:
-        return _print_json(args.prompt, pieces)
-    # A model writes what its trainers chose, escape sequences too; a pipe gets the text as it is.
-    shown = clean_lines if sys.stdout.isatty() else str
-    print(args.prompt, end="", flush=True)
+    shown = _Shown(args)
     for piece in pieces:
-        print(shown(piece), end="", flush=True)
-    print()
+        shown.add(piece)
+    shown.end()
     return 0
 
 
-def _print_json(prompt: str, pieces: Iterator[str]) -> int:
-    start = time.perf_counter()
-    text = "".join(pieces)
-    print_json({"prompt": prompt, "text": text, "seconds": time.perf_counter() - start})
+def _from_run(args: argparse.Namespace, invite: "Invite", options: "SamplingOptions") -> int:
+    """Generate through the peers of a run."""
+    from atoll.peer.daemon.live_text import LiveOptions
+    from atoll.peer.paths import text_state_dir
+
+    live = LiveOptions(
+        invite=invite,
+        state_dir=text_state_dir(invite.run_id.hex()),
+        tokenizer=args.tokenizer,
+        allow_models=frozenset(args.allow_model),
+        any_model_source=args.any_model_source,
+        wait_s=args.wait,
+    )
+    print(f"joining run {invite.run_id.hex()[:12]} of {invite.addresses[0]}", file=sys.stderr)
+    asyncio.run(_generate(args, live, options))
     return 0
+
+
+async def _generate(
+    args: argparse.Namespace, live: "LiveOptions", options: "SamplingOptions"
+) -> None:
+    from atoll.peer.daemon.live_text import live_run
+
+    async with live_run(live, _report) as run:
+        shown = _Shown(args)
+        async for piece in run.generate(args.prompt, options):
+            shown.add(piece)
+        readings = [
+            {"token": reading.token, **dict(zip(run.spec.modules, reading.positions, strict=True))}
+            for reading in run.readings
+        ]
+        shown.end(positions=readings)
+
+
+def _report(level: "Level", text: str) -> None:
+    """Print what happens on the way."""
+    from atoll.coordinator.run.text import clean
+
+    print(f"{'' if level == 'info' else f'{level}: '}{clean(text)}", file=sys.stderr, flush=True)
+
+
+class _Shown:
+    """The prompt and its continuation, as they come; with --json, one line when done."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self._prompt, self._as_json = args.prompt, args.json
+        self._pieces: list[str] = []
+        self._began_s = time.perf_counter()
+        if not args.json:
+            print(args.prompt, end="", flush=True)
+
+    def add(self, piece: str) -> None:
+        """Show a piece of the text."""
+        from atoll.coordinator.run.text import clean_lines
+
+        self._pieces.append(piece)
+        if not self._as_json:
+            # A model writes what its trainers chose, escape sequences too; a pipe gets the text as
+            # it is.
+            shown = clean_lines if sys.stdout.isatty() else str
+            print(shown(piece), end="", flush=True)
+
+    def end(self, **more: object) -> None:
+        """End the line, or print all as JSON."""
+        if not self._as_json:
+            print()
+            return
+        took_s = time.perf_counter() - self._began_s
+        text = "".join(self._pieces)
+        print_json({"prompt": self._prompt, "text": text, "seconds": took_s, **more})
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not 0 <= seconds < math.inf:
+        raise argparse.ArgumentTypeError(f"expected a number of seconds, got {text!r}")
+    return seconds

@@ -11,12 +11,14 @@ import asyncio
 import random
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from atoll.coordinator.rpc.client import Joined
 from atoll.coordinator.run.spec import RunSpec
 from atoll.coordinator.run.text import size
 from atoll.dht.roster import PeerRecord
 from atoll.dht.tasks import together
+from atoll.peer.daemon.background import background_threads
 from atoll.peer.daemon.log_run import LogRun
 from atoll.peer.daemon.loop_thread import LoopThread
 from atoll.peer.daemon.options import StageMove
@@ -24,6 +26,9 @@ from atoll.peer.daemon.peer import Environment, Peer
 from atoll.peer.daemon.placing import VACANT_LOOK_S, Placing
 from atoll.peer.daemon.reducer import NetworkReducer
 from atoll.peer.errors import ModelError
+from atoll.peer.inference.choice import serves
+from atoll.peer.inference.served import ServedStage
+from atoll.peer.inference.server import TextServer
 from atoll.peer.pipeline.carrier import Carrier, Workbench
 from atoll.peer.pipeline.hop import Hop
 from atoll.peer.pipeline.ledger import SHARE
@@ -66,6 +71,7 @@ class PipelineRun(LogRun):
         self.on_move: Callable[[], None] = lambda: None
         """Called in the loop when this peer shall leave its stage."""
         self._carrier: Carrier | None = None
+        self._texts: TextServer | None = None
         self._thread: LoopThread[Peer] | None = None
 
     @property
@@ -117,6 +123,29 @@ class PipelineRun(LogRun):
             compute=env.compute,
         )
         env.tasks.keep(self._carrier.keep)
+
+    def serve_texts(self, stage: ServedStage, share: float) -> None:
+        """Compute texts of clients from now on, with the synced parameters; called by the trainer.
+
+        Args:
+            stage: this peer's, of its own.
+            share: of the time.
+        """
+        assert self._thread is not None  # the trainer has a reducer
+        self._thread.ask(lambda: self._open_texts(stage, share))
+
+    def _open_texts(self, stage: ServedStage, share: float) -> None:
+        env = self._env
+        threads = background_threads(1, "atoll-text")
+        env.files.callback(threads.shutdown, wait=False, cancel_futures=True)
+        self._texts = TextServer(
+            stage,
+            lambda: (self.replica.state.position, self.replica.state.params_N),
+            self.ctx.transport,
+            share=share,
+            tasks=env.tasks,
+            compute=partial(asyncio.get_running_loop().run_in_executor, threads),
+        )
 
     def flow(self) -> HopStatistics | None:
         """Return what has flowed through this peer; None before there is a trainer."""
@@ -192,16 +221,10 @@ class PipelineRun(LogRun):
             if self._carrier is not None:
                 seen = self._env.neighbours.roster.seen
                 self._carrier.look(
-                    [each for each in seen if _serves(each, following)],
+                    [each for each in seen if serves(each, following)],
                     [each for each in seen if _has_left(each, following)],
                 )
             await asyncio.sleep(LOOK_S)
-
-
-def _serves(record: PeerRecord, modules: Sequence[str]) -> bool:
-    """Return whether a peer takes passes for one of these modules."""
-    is_there = record.place is not None and record.place.duty == "serving"
-    return record.role == "trainer" and record.module in modules and is_there
 
 
 def _has_left(record: PeerRecord, modules: Sequence[str]) -> bool:

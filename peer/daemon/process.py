@@ -39,12 +39,14 @@ from atoll.peer.daemon.peer import Peer
 from atoll.peer.daemon.pipeline_run import PipelineRun, stage_needs
 from atoll.peer.daemon.reducer import NetworkReducer, RunReducer, TrainerView
 from atoll.peer.daemon.tally import Account
-from atoll.peer.errors import SavedStateError
+from atoll.peer.errors import ModelError, SavedStateError
+from atoll.peer.inference.served import ServedStage
 from atoll.peer.paths import PeerPaths
-from atoll.peer.training.opening import first_state, slices_of
+from atoll.peer.training.opening import first_state, slices_of, stage_slices
 from atoll.peer.training.permission import Allowed, with_own_files
 from atoll.peer.training.ranks import OneRank, SeveralRanks
 from atoll.peer.training.stage_learner import StageLearner
+from atoll.peer.training.stages import Slices
 from atoll.peer.training.trainer import StageSeat, Trainer, TrainerOptions
 
 OK, INTERRUPTED = 0, 128 + signal.SIGINT  # exit codes, as shells have them
@@ -81,6 +83,8 @@ class RunOptions:
     """Given by `--yes`: agree to the run's demands without a question."""
     share: float = 1.0
     """Fraction of time to spend training; the rest is left to other programs."""
+    serve: float = 0.0
+    """Fraction of time to compute texts of others, in a pipeline; 0 serves none."""
     ranks: OneRank = field(default_factory=OneRank)
     """The processes that train as this peer; the first one joins the run."""
 
@@ -324,6 +328,10 @@ def _train(options: RunOptions, reducer: RunReducer, narrator: Narrator, stop: S
         known = slices_of(spec, shape.vocab_size, options.allowed)
         peer.run.on_move = stop.set
         peer.run.open_stage(shape, stage_needs(spec, known), trainer.device.memory_bytes)
+        if options.serve:
+            _serve_texts(peer.run, known, stage_slices(spec, known, peer.module), options, narrator)
+    elif options.serve:
+        narrator.tell("warning", "--serve has no effect: only peers of a pipeline serve texts")
     stop.call(trainer.stop)
     reducer.progress.watch(lambda: view_of(trainer))
     if run["has_state"]:
@@ -343,6 +351,24 @@ def _train(options: RunOptions, reducer: RunReducer, narrator: Narrator, stop: S
         narrator.tell("info", f"run complete: all {rounds} rounds committed")
         wait_until_stored(peer, STORED_S, stop, narrator.tell)
     return trainer.finished
+
+
+def _serve_texts(
+    run: PipelineRun, known: Slices, slices: range, options: RunOptions, narrator: Narrator
+) -> None:
+    """Serve the stage to clients, if it can; a stage that cannot trains all the same."""
+    stage = ServedStage(known.build(slices, seed=run.progress.spec.run.seed), known.num_logits)
+    try:
+        stage.expect_extends(run.replica.state.params_N)
+    except ModelError as error:
+        narrator.tell("warning", f"serves no texts: {error}")
+        return
+    run.serve_texts(stage, options.serve)
+    narrator.tell(
+        "info",
+        "serves texts: whoever holds the invite may have this machine continue theirs, for up to "
+        f"{percent(options.serve)} of the time",
+    )
 
 
 def _is_over(reducer: RunReducer, peer: Peer) -> bool:

@@ -172,9 +172,14 @@ class Rope(nn.Module):
         turn = torch.stack((angle_T1E.cos(), angle_T1E.sin()), dim=-1)
         self.register_buffer("turn", turn.float(), persistent=False)
 
-    def forward(self, x_BTHE: Tensor) -> Tensor:
-        """Rotate neighbouring pairs of values in every head; return the shape of `x_BTHE`."""
-        turn = self.turn[: x_BTHE.shape[1]]
+    def forward(self, x_BTHE: Tensor, start: int = 0) -> Tensor:
+        """Rotate neighbouring pairs of values in every head; return the shape of `x_BTHE`.
+
+        Args:
+            x_BTHE: of consecutive positions.
+            start: the first of them.
+        """
+        turn = self.turn[start : start + x_BTHE.shape[1]]
         pairs = x_BTHE.view(*x_BTHE.shape[:-1], -1, 2)
         eager = x_BTHE.device.type == "cpu" and not torch.compiler.is_compiling()
         if eager and x_BTHE.dtype == torch.float32:  # half the time; torch.compile lacks complex
@@ -187,6 +192,37 @@ def rotate(pairs: Tensor, turn: Tensor) -> Tensor:
     """Rotate each pair in the last dimension by an angle given as cosine and sine."""
     (a, b), (cos, sin) = pairs.unbind(-1), turn.unbind(-1)
     return torch.stack((a * cos - b * sin, b * cos + a * sin), dim=-1)
+
+
+class SliceCache:
+    """What a slice, or a block of a model, keeps of the positions of one text that it has seen."""
+
+    def __init__(self, max_rows: int) -> None:
+        """Begin without a position; a text has at most `max_rows`."""
+        self.max_rows = max_rows
+        self.rows = 0
+        """positions that it has seen; whoever calls the slices counts them"""
+        self.kept: dict[str, Tensor] = {}
+        """buffers by names that the slice chooses"""
+
+    def appended(self, name: str, new: Tensor, *, dim: int) -> Tensor:
+        """Write new positions behind those that a buffer holds; return a view of all.
+
+        Args:
+            name: of the buffer, which is made with the first positions.
+            new: of the positions from `rows` on.
+            dim: that counts positions.
+        """
+        length = new.shape[dim]
+        if self.rows + length > self.max_rows:
+            raise ValueError(f"expected at most {self.max_rows} positions, got more")
+        if name not in self.kept:
+            shape = list(new.shape)
+            shape[dim] = self.max_rows
+            self.kept[name] = new.new_empty(shape)  # the system gives pages as they are written
+        held = self.kept[name]
+        held.narrow(dim, self.rows, length).copy_(new)
+        return held.narrow(dim, 0, self.rows + length)
 
 
 class Attention(nn.Module):
@@ -202,18 +238,41 @@ class Attention(nn.Module):
 
     def forward(self, x_BTD: Tensor, rope: Rope, mask_B1TT: Tensor | None = None) -> Tensor:
         """Mix each position of `x_BTD` with itself and the earlier ones, or those of a mask."""
+        query, key, value = self._heads(x_BTD, rope, 0)
+        return self._mixed(query, key, value, mask_B1TT, is_causal=mask_B1TT is None)
+
+    def extend(self, x_BTD: Tensor, rope: Rope, cache: SliceCache) -> Tensor:
+        """Mix new positions with themselves and those in the cache, which takes them too."""
+        start, length = cache.rows, x_BTD.shape[1]
+        query, key, value = self._heads(x_BTD, rope, start)
+        keys = cache.appended("key", key, dim=2)
+        values = cache.appended("value", value, dim=2)
+        mask_TS = None
+        if start and length > 1:
+            every = torch.ones(length, start + length, dtype=torch.bool, device=x_BTD.device)
+            mask_TS = every.tril(start)
+        return self._mixed(query, keys, values, mask_TS, is_causal=not start)
+
+    def _heads(self, x_BTD: Tensor, rope: Rope, start: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Return query, key and value, each `(B, heads, T, E)`."""
         batch, length, _ = x_BTD.shape
         qkv_BTHE = self.qkv(x_BTD).view(batch, length, -1, self.head_dim)
         rotated, value = qkv_BTHE.split([self.num_heads + self.kv_heads, self.kv_heads], dim=2)
-        query, key = rope(rotated).split([self.num_heads, self.kv_heads], dim=2)
+        query, key = rope(rotated, start).split([self.num_heads, self.kv_heads], dim=2)
+        return query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+
+    def _mixed(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *, is_causal: bool
+    ) -> Tensor:
         mixed_BHTE = F.scaled_dot_product_attention(
-            query.transpose(1, 2),
-            key.transpose(1, 2),
-            value.transpose(1, 2),
-            attn_mask=mask_B1TT,
-            is_causal=mask_B1TT is None,
+            query,
+            key,
+            value,
+            attn_mask=mask,
+            is_causal=is_causal,
             enable_gqa=self.kv_heads != self.num_heads,
         )
+        batch, _, length, _ = query.shape
         return cast(Tensor, self.out(mixed_BHTE.transpose(1, 2).reshape(batch, length, -1)))
 
 
@@ -243,7 +302,14 @@ class Block(nn.Module):
 
     def forward(self, x_BTD: Tensor, rope: Rope, mask_B1TT: Tensor | None = None) -> Tensor:
         """Return the residual stream after the block."""
-        x_BTD = x_BTD + self.attention(self.attention_norm(x_BTD), rope, mask_B1TT)
+        return self._fed(x_BTD + self.attention(self.attention_norm(x_BTD), rope, mask_B1TT))
+
+    def extend_by(self, x_BTD: Tensor, rope: Rope, cache: SliceCache) -> Tensor:
+        """Return the residual stream of new positions after the block."""
+        normed_BTD = self.attention_norm(x_BTD)
+        return self._fed(x_BTD + self.attention.extend(normed_BTD, rope, cache))
+
+    def _fed(self, x_BTD: Tensor) -> Tensor:
         return cast(Tensor, x_BTD + self.ffn(self.ffn_norm(x_BTD)))
 
 

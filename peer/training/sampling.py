@@ -117,18 +117,45 @@ def generate(
         Pieces of text; a character of several tokens is never split.
     """
     model.to(device.device).eval()
-    start = tokenizer.end_token or 0
-    given = prompt.encode("utf-8", "surrogateescape")  # as argv has bytes that are not UTF-8
-    tokens = [int(token) for token in tokenizer.encode(given)] or [start]
-    generator = torch.Generator().manual_seed(options.seed)
-    decoder = tokenizer.decoder()
-    for _ in range(options.max_tokens):
-        token = pick(_next_logits(model, tokens[-context:], device), options, generator)
-        if token == tokenizer.end_token:
-            return
-        tokens.append(token)
-        if text := decoder.feed(token):
-            yield text
+    text = Continuation(tokenizer, prompt, options)
+    while not text.is_over:
+        if piece := text.take(_next_logits(model, text.tokens[-context:], device)):
+            yield piece
+
+
+class Continuation:
+    """A text that is continued token by token, whoever computes the logits."""
+
+    def __init__(self, tokenizer: data.Tokenizer, prompt: str, options: SamplingOptions) -> None:
+        """Begin with a prompt; an empty one begins a document."""
+        self._tokenizer, self._options = tokenizer, options
+        given = prompt.encode("utf-8", "surrogateescape")  # as argv has bytes that are not UTF-8
+        start = tokenizer.end_token or 0
+        self.tokens = [int(token) for token in tokenizer.encode(given)] or [start]
+        """of the prompt, and those that were drawn"""
+        self.num_drawn = 0
+        self._generator = torch.Generator().manual_seed(options.seed)
+        self._decoder = tokenizer.decoder()
+        self._has_ended = False
+
+    @property
+    def is_over(self) -> bool:
+        """Return whether the document has ended, or the text is as long as it may get."""
+        return self._has_ended or self.num_drawn >= self._options.max_tokens
+
+    def take(self, logits_V: Tensor) -> str:
+        """Draw the next token; return the characters that it completes, often one, or none.
+
+        Args:
+            logits_V: float32, on the CPU, after the tokens so far.
+        """
+        token = pick(logits_V, self._options, self._generator)
+        if token == self._tokenizer.end_token:
+            self._has_ended = True
+            return ""
+        self.tokens.append(token)
+        self.num_drawn += 1
+        return self._decoder.feed(token)
 
 
 @torch.no_grad()

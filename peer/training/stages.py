@@ -25,6 +25,12 @@ peer builds the slices of its own stage and no others::
 - Each call of a function builds a new module, and names no device: peers also build every slice
   without values (on torch's device `meta`), to learn its shapes.
 - Like a whole model, it keeps nothing that it learns in a buffer.
+- To generate text, a slice may have two more methods. Without them it computes a text's earlier
+  positions again for each new one: the output at a position must follow from the inputs up to it,
+  as in any causal model. The methods are `extend(x_BTD, cache)`, which returns what `forward` would
+  for the positions after the first `cache.rows`, given theirs alone (`SliceCache`; the last slice
+  may return the logits of the newest position alone), and `cache_bytes(rows)`, what the cache then
+  holds.
 
 Parameters have global names, such as `slices.3.attention.qkv.weight`, and the values with which a
 slice begins follow from the run's seed and its own index. So neither depends on the cut, and what
@@ -38,7 +44,7 @@ import itertools
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import Any, cast
+from typing import Any, Protocol, cast, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -50,6 +56,7 @@ from atoll.peer.training.models import (
     ModelConfig,
     Rope,
     SliceBuilder,
+    SliceCache,
     cross_entropy,
     initialise_,
     loss_after,
@@ -60,6 +67,20 @@ from atoll.peer.training.models import (
 
 MAX_SLICES = 512  # the deepest decoders have 126 blocks; the work of `cut` grows with the square
 PROBE = 8  # positions of the shapes that slices are tried with
+FLOAT_BYTES, TOKEN_BYTES = 4, 8  # of a number that flows, and of a token as a tensor
+
+
+@runtime_checkable
+class Extending(Protocol):
+    """A slice that keeps what new positions of a text need of the earlier ones."""
+
+    def extend(self, x_BTD: Tensor, cache: SliceCache) -> Tensor:
+        """Return the outputs of new positions, and keep what later ones need."""
+        ...
+
+    def cache_bytes(self, rows: int) -> int:
+        """Return the bytes that a cache of so many positions holds."""
+        ...
 
 
 class EmbeddingSlice(nn.Module):
@@ -74,6 +95,14 @@ class EmbeddingSlice(nn.Module):
         """Return the residual stream before the first block."""
         return cast(Tensor, self.embedding(tokens_BT))
 
+    def extend(self, tokens_BT: Tensor, cache: SliceCache) -> Tensor:
+        """Return the same, as each position stands by itself."""
+        return self(tokens_BT)  # type: ignore[no-any-return]
+
+    def cache_bytes(self, rows: int) -> int:
+        """Return 0: nothing is kept."""
+        return 0
+
 
 class BlockSlice(Block):
     """A block of a decoder, with a table of positions of its own."""
@@ -86,6 +115,14 @@ class BlockSlice(Block):
     def forward(self, x_BTD: Tensor) -> Tensor:  # type: ignore[override]
         """Return the residual stream after the block."""
         return super().forward(x_BTD, self.rope)
+
+    def extend(self, x_BTD: Tensor, cache: SliceCache) -> Tensor:
+        """Return the residual stream of new positions, whose keys and values the cache takes."""
+        return self.extend_by(x_BTD, self.rope, cache)
+
+    def cache_bytes(self, rows: int) -> int:
+        """Return the bytes of the keys and values of so many positions."""
+        return 2 * FLOAT_BYTES * rows * self.attention.kv_heads * self.attention.head_dim
 
 
 class HeadSlice(nn.Module):
@@ -103,6 +140,14 @@ class HeadSlice(nn.Module):
         if targets_BT is None:
             return cast(Tensor, self.head(x_BTD))
         return loss_after(self.head, x_BTD, targets_BT, width=self.head.out_features)
+
+    def extend(self, x_BTD: Tensor, cache: SliceCache) -> Tensor:
+        """Return the logits of the newest position, `(B, 1, V)`."""
+        return self(x_BTD[:, -1:])  # type: ignore[no-any-return]
+
+    def cache_bytes(self, rows: int) -> int:
+        """Return 0: nothing is kept."""
+        return 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,6 +203,45 @@ class StageModel(nn.Module):
         if self._takes_targets:
             return cast(Tensor, last(x_BTD, targets_BT))
         return cross_entropy(last(x_BTD), targets_BT)
+
+    def caches(self, max_rows: int) -> list[SliceCache]:
+        """Return empty caches of one text, one a slice."""
+        return [SliceCache(max_rows) for _ in self.slices]
+
+    def cache_bytes(self, rows: int) -> int:
+        """Return the bytes that the caches of a text of so many positions hold."""
+        return sum(
+            each.cache_bytes(rows) if isinstance(each, Extending) else rows * self._row_bytes(index)
+            for index, each in zip(self.indices, self.slices.values(), strict=True)
+        )
+
+    def extend(self, inputs: Tensor, caches: Sequence[SliceCache]) -> Tensor:
+        """Compute the output of new positions of one text, and keep what later ones need.
+
+        If it raises, the caches hold as many positions as before.
+
+        Args:
+            inputs: `tokens_BT` of the first stage, `x_BTD` of the others, of the new positions.
+            caches: of the earlier ones, as `caches` made them.
+
+        Returns:
+            `x_BTD` of the new positions; of the last stage the logits `(B, T, V)`, of which those
+            of the newest position alone need be there.
+        """
+        x_BTD = inputs
+        for each, cache in zip(self.slices.values(), caches, strict=True):
+            if isinstance(each, Extending):
+                x_BTD = each.extend(x_BTD, cache)
+            else:
+                all_BTD = cache.appended("inputs", x_BTD, dim=1)
+                x_BTD = each(all_BTD)[:, cache.rows :]
+        for cache in caches:
+            cache.rows += inputs.shape[1]
+        return x_BTD
+
+    def _row_bytes(self, index: int) -> int:
+        """Return the bytes of one position's input of a slice."""
+        return TOKEN_BYTES if index == 0 else FLOAT_BYTES * self.shape.width
 
     @property
     def title(self) -> str:
@@ -273,6 +357,17 @@ class Slices:
             self._expect_same_shape(index, each, x_BTD)
         self._expect_result(x_BTD, tokens_BT)
         return Shape(vocab_size=self.vocab_size, seq_len=self.seq_len, width=x_BTD.shape[2])
+
+    @cached_property
+    def num_logits(self) -> int:
+        """Return how many logits a position has: at least the tokens of the run's tokenizer."""
+        empty_BTD = torch.zeros(1, 1, self.shape.width, device="meta")
+        try:
+            found = _tried(self._empty[-1], empty_BTD)
+        except Exception:
+            return self.vocab_size  # some kernels run on a GPU only
+        is_fit = _is_floating(found) and found.dim() == 3
+        return found.shape[2] if is_fit else self.vocab_size
 
     def _expect_same_shape(self, index: int, inner: nn.Module, x_BTD: Tensor) -> None:
         try:

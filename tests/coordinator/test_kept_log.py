@@ -146,6 +146,8 @@ def test_peers_that_join_and_never_report_are_forgotten(kit: Any, tmp_path: Path
             coordinator.place("later", SECOND)
             assert list(coordinator._placed) == ["later"]
             assert coordinator.place("newcomer", "").name == FIRST
+            assert coordinator.place("follower", "", trains=False).name == FIRST
+            assert "follower" not in coordinator._placed  # it takes no trainer's place
         async with kit.net(tmp_path / "dense") as net:
             net.up.coordinator.place("peer", "")
             assert not net.up.coordinator._placed

@@ -95,6 +95,8 @@ def test_a_directory_that_cannot_be_made_is_refused(peer, paths):
         ("--uplink", "nan"),
         ("--share", "0"),
         ("--share", "half"),
+        ("--serve", "0"),
+        ("--serve", "1.5"),
         ("--downlink", "fast"),
         ("--name", "x" * 65),
         ("--listen", "127.0.0.1:4000"),

@@ -1,10 +1,10 @@
-"""`atoll sample`: settings and files that are refused, and pipelines."""
+"""`atoll sample`: settings, files and invites that are refused, and pipelines."""
 
 import json
 
 import pytest
 
-from support.commands import refused
+from support.commands import INVITE, refused
 from support.stages import save_stages, staged_spec
 
 
@@ -27,3 +27,28 @@ def test_a_pipeline_speaks_and_is_measured(atoll, tmp_path):
     stage = "checkpoints/stage-3/reef-00000002.safetensors"
     measured = atoll("eval", stage, "--data", "text.txt", "--tokens", "64", *words)
     assert measured.code == 0 and json.loads(measured.out)["round"] == 2
+
+
+@pytest.mark.parametrize("wrong", ["-1", "nan", "soon"])
+def test_a_wait_that_is_no_time_is_refused(atoll, wrong):
+    assert "expected a number of seconds" in refused(atoll("sample", INVITE, "--wait", wrong))
+
+
+def test_what_is_neither_checkpoint_nor_invite_is_refused(atoll):
+    told = refused(atoll("sample", "no-such-folder", "--prompt", "def "))
+    assert "or name a checkpoint" in told and "no such file exists" in told
+
+
+def test_a_damaged_invite_is_named_as_one(atoll):
+    assert "damaged invite" in refused(atoll("sample", INVITE[:-3]))
+
+
+def test_the_invite_of_a_dense_run_names_what_works(atoll, invite):
+    told = atoll("sample", invite.encode(), "--prompt", "def ")
+    assert told.code == 2 and "Traceback" not in told.err
+    assert "is no pipeline" in told.err and "atoll sample CHECKPOINT" in told.err
+
+
+def test_a_coordinator_that_is_away_is_named(atoll):
+    told = atoll("sample", INVITE, "--prompt", "def ")
+    assert told.code == 1 and "Traceback" not in told.err and "127.0.0.1:9" in told.err

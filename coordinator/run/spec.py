@@ -271,6 +271,8 @@ class RunSpec(Section):
             peers=self.planned_members,
         )
         options |= {key: value for key, value in given.items() if value != "auto"}
+        if outer.state != "fp32":
+            options["state"] = outer.state
         if compression.codec != "auto" and parse(compression.codec).mode == "unbiased":
             options.setdefault("feedback", 0.0)
         return methods.parse(outer.method, **options)

@@ -8,6 +8,7 @@
 from atoll.optim.methods.base import (
     Method,
     MethodError,
+    StateFormat,
     defaults_for,
     given,
     names,
@@ -37,6 +38,7 @@ __all__ = [
     "MuLoCoMethod",
     "NoLoCoMethod",
     "SparseLoCoMethod",
+    "StateFormat",
     "StreamingMethod",
     "defaults_for",
     "given",

@@ -76,7 +76,11 @@ class Resources:
     """Host memory of a peer that trains on its processor."""
     inner_memory: int
     """Model, gradients and inner state in it: on the GPU of a peer that has one."""
+    peer_state: int
+    """The common state and an update in it: with `--outer-state disk` in files instead."""
     coordinator_memory: int
+    coordinator_state: int
+    """The common state in it, likewise."""
     peer_disk: int
     """Kept by a peer."""
     peer_disk_free: int
@@ -107,7 +111,9 @@ def resources(
     return Resources(
         peer_memory=memory_bytes(method, weights, peers=peers, bodies=bodies),
         inner_memory=inner_bytes(weights),
+        peer_state=mapped_bytes(method, weights.layout),
         coordinator_memory=ledger_bytes(method, weights.layout, peers=peers, bodies=bodies),
+        coordinator_state=state + _beside(method, weights.layout),
         peer_disk=(1 + KEPT_SNAPSHOTS) * state
         + saved_bytes(method, weights)
         + max(needed, 1_000_000 * spec.round.log_mb),
@@ -128,11 +134,12 @@ def memory_bytes(method: Method, weights: Weights, *, peers: int, bodies: Sequen
     lie in the order of the parameters, or their memory is shared, they take memory of their own.
     """
     numel, state = weights.layout.numel, state_bytes(method, weights.layout)
+    # The update, and what rounds that begin again and the heap keep.
     vectors = 2.0 + method.window_vectors
     vectors += 2 + 1 / max(1, peers) if method.residual > 0 else 0
     vectors += 1 if method.rank else 0  # the input of the factors
     vectors += 1 if method.hidden_steps(1) or method.reduction == "pairs" else 0
-    beside = 0 if _is_overwritten(method) else state
+    beside = _beside(method, weights.layout)
     frames = (peers if method.reduction == "gather" else PEER_BODIES) * sum(bodies)
     vector_bytes = round(FP32 * numel * vectors) + state + beside
     return PEER_PROCESS_BYTES + inner_bytes(weights) + vector_bytes + frames
@@ -143,8 +150,18 @@ def ledger_bytes(method: Method, layout: Layout, *, peers: int, bodies: Sequence
     state = state_bytes(method, layout)
     copies = LEDGER_BODIES * (peers if method.reduction == "gather" else 1)
     # An update that moves each value apart is applied while it is decoded, in place.
-    beside = 0 if _is_overwritten(method) else state + FP32 * layout.numel
+    beside = 0 if _is_overwritten(method) else _beside(method, layout) + FP32 * layout.numel
     return LEDGER_PROCESS_BYTES + state + beside + copies * max(bodies)
+
+
+def mapped_bytes(method: Method, layout: Layout) -> int:
+    """Return the bytes of a peer's state, and of the update in whose place the next one lies."""
+    return state_bytes(method, layout) + _beside(method, layout) + FP32 * layout.numel
+
+
+def _beside(method: Method, layout: Layout) -> int:
+    """Return the bytes of the next state, if it takes memory of its own."""
+    return 0 if _is_overwritten(method) else state_bytes(method, layout)
 
 
 def _is_overwritten(method: Method) -> bool:
@@ -165,4 +182,4 @@ def saved_bytes(method: Method, weights: Weights) -> int:
 
 def state_bytes(method: Method, layout: Layout) -> int:
     """Return the bytes of the common state: parameters, and the outer step's memory."""
-    return FP32 * (layout.numel + method.memory_numel(layout))
+    return FP32 * layout.numel + method.memory_dtype.itemsize * method.memory_numel(layout)

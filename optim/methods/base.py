@@ -331,6 +331,15 @@ def given(spec: str) -> frozenset[str]:
     return frozenset(_read(spec)[1])
 
 
+def has_option(spec: str, name: str) -> bool:
+    """Return whether a spec's method has an option.
+
+    Raises:
+        MethodError: an unknown name, or no spec.
+    """
+    return name in [field.name for field in fields(_read(spec)[0])]
+
+
 def defaults_for(spec: str, *, rounds: int, inner_steps: int, peers: int) -> dict[str, object]:
     """Return options of a spec's method that follow from the run (`Method.defaults_for`).
 

@@ -128,14 +128,13 @@ def memory_bytes(method: Method, weights: Weights, *, peers: int, bodies: Sequen
     """Return the bytes of a peer that applies a round's result, which is when it takes the most.
 
     Beside the inner state there are the common state, the update, in whose place the next
-    parameters are put, the residual, its change, and the loss of the part that the peer owns; and
-    one vector for what rounds that begin again and the heap keep, as measured. A worker that does
-    not wait keeps what it handed in, and others what their method needs. Where an update does not
-    lie in the order of the parameters, or their memory is shared, they take memory of their own.
+    parameters are put, the residual, its change, and the loss of the part that the peer owns. A
+    worker that does not wait keeps what it handed in, and others what their method needs. Where an
+    update does not lie in the order of the parameters, or their memory is shared, they take memory
+    of their own.
     """
     numel, state = weights.layout.numel, state_bytes(method, weights.layout)
-    # The update, and what rounds that begin again and the heap keep.
-    vectors = 2.0 + method.window_vectors
+    vectors = 1.0 + method.window_vectors
     vectors += 2 + 1 / max(1, peers) if method.residual > 0 else 0
     vectors += 1 if method.rank else 0  # the input of the factors
     vectors += 1 if method.hidden_steps(1) or method.reduction == "pairs" else 0

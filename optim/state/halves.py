@@ -7,8 +7,8 @@ one, and AVX-512's takes denormal numbers as 0: replicas on two machines would p
 the largest bf16 by half a step or more become infinite, as in IEEE 754; infinity stays, and NaN,
 as arithmetic makes it, does too.
 
-An error of at most 2^-9 of the value. Momentum stands that, since each step forgets a tenth of it
-or more; parameters do not, because a step is often smaller than that (docs/log.md).
+An error of at most 2^-9 of the value. A momentum stands that, since each step forgets some of it, a
+tenth and more with the usual ones; parameters do not, because a step is often smaller than that.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ AT_ONCE = 1 << 16  # values rounded at once: 256 KiB of integers, which stay in 
 EXPONENT = 0x7F80  # all ones: infinity or NaN
 
 
+@torch.inference_mode()  # scratch that was made in this mode cannot be changed outside it
 def store_(out: Tensor, values: Tensor) -> None:
     """Write fp32 values to a vector of as many, in fp32 as they are, or in bf16 rounded."""
     if out.dtype == torch.float32:
@@ -37,6 +38,7 @@ def store_(out: Tensor, values: Tensor) -> None:
         halves.view(torch.int16).copy_(rounded)
 
 
+@torch.inference_mode()  # scratch that was made in this mode cannot be changed outside it
 def widen_(out: Tensor, stored: Tensor) -> Tensor:
     """Write stored values, which fp32 holds exactly, to an fp32 vector of as many; return it."""
     if stored.dtype == torch.float32:

@@ -339,6 +339,7 @@ def _stepped(
     return new
 
 
+@torch.inference_mode()  # scratch that was made in this mode cannot be changed outside it
 def _apply_rule(
     rule: Rule, params: Tensor, m: Tensor, u: Tensor, new_params: Tensor, new_m: Tensor
 ) -> None:

@@ -1,10 +1,7 @@
 """Replicas whose state lies on a disk: the bits of those in memory, and nothing left by a crash."""
 
 import os
-import pickle
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -16,39 +13,11 @@ from atoll.optim.methods import parse
 from atoll.optim.state import mapped
 from atoll.optim.state.mapped import MappedVectors
 from support import kit
+from support.killed import killed_within
 from support.logs import open_replica, take
 
 KEYS = RunKeys.generate()
 SPECS = ("diloco", "diloco(state=bf16)", "co2(state=bf16)")
-
-# Applies entries from its standard input until it is killed within one.
-CHILD = """
-import os, pickle, signal, sys
-from pathlib import Path
-from atoll.coordinator.run.keys import RunKeys
-import atoll.optim.state.mapped as mapped
-from atoll.optim.methods import parse
-from atoll.optim.state import outer_step
-from support.logs import open_replica
-mapped.IN_MEMORY = ()
-folder, spec, keys, epoch, entries = pickle.loads(sys.stdin.buffer.read())
-replica = open_replica(
-    Path(folder), RunKeys.load_or_create(Path(keys)), is_ledger=False, method=parse(spec),
-    allocate=mapped.MappedVectors(Path(folder)).empty,
-)
-replica.adopt(epoch)
-apply_rule, runs = outer_step._apply_rule, 0
-def halfway(*arguments):
-    global runs
-    apply_rule(*arguments)
-    runs += 1
-    if runs == 3 * 3 + 2:  # in the fourth entry, after two of its three cells
-        os.kill(os.getpid(), signal.SIGKILL)
-outer_step._apply_rule = halfway
-for claim, body in entries:
-    replica.accept(claim, body)
-    replica.save_due()
-"""
 
 
 @pytest.fixture(autouse=True)
@@ -130,17 +99,8 @@ def test_a_peer_killed_while_it_writes_its_state_resumes_in_the_same_bits(
         entries.append((claim, body))
         roots.append(whole.state.root())
     folder = tmp_path / "killed"
-    given = pickle.dumps((str(folder), spec, str(tmp_path / "keys"), whole.epoch_record, entries))
-    tests = Path(__file__).parents[2]
-    child = subprocess.run(
-        [sys.executable, "-c", CHILD],
-        input=given,
-        cwd=tests,
-        env={**os.environ, "PYTHONPATH": str(tests)},
-        timeout=120,
-        check=False,
-    )
-    assert child.returncode == -signal.SIGKILL
+    code = killed_within(3, folder, spec, tmp_path / "keys", whole.epoch_record, entries)
+    assert code == -signal.SIGKILL
     assert not list(folder.glob("state-*"))  # nothing that could be read by mistake
     again = on_disk(folder, spec, keys=keys)
     # The entry was stored before it was applied, so a replay ends it.

@@ -92,3 +92,10 @@ def test_what_is_not_finite_is_found(value):
     assert halves.are_finite(vector)
     vector[-1] = value
     assert not halves.are_finite(vector)
+
+
+def test_scratch_of_inference_mode_is_used_again_outside_it():
+    numel = halves.AT_ONCE - 1_234  # a length that no other test takes
+    with torch.inference_mode():
+        stored(torch.ones(numel))
+    assert stored(torch.ones(numel)) == [0x3F80] * numel

@@ -28,7 +28,7 @@ LEDGER_BODIES = 2  # of an entry that is applied, and of the next one that comes
 FP32 = 4  # bytes of a value
 # Measured with the smallest model, libraries included, which other processes may share.
 PEER_PROCESS_BYTES = 590 * 10**6
-LEDGER_PROCESS_BYTES = 450 * 10**6
+LEDGER_PROCESS_BYTES = 400 * 10**6
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,7 +1,8 @@
 """Checkpoints: one safetensors file with parameters, outer memory, spec and chain.
 
-    tensors    "params/NAME" and "momentum/NAME", fp32, for every trainable parameter; "memory",
-               fp32, if the method keeps more than a momentum (`atoll.optim.state.outer_state`)
+    tensors    "params/NAME", fp32, and "momentum/NAME", fp32 or bf16, for every trainable
+               parameter; "memory", in the format of the momentum, if the method keeps more than
+               that (`atoll.optim.state.outer_state`)
     metadata   format "atoll checkpoint 1", spec (canonical JSON), layout (JSON: the order of the
                names), position, epoch, chain, run_id and root (hex)
 
@@ -38,6 +39,8 @@ from atoll.optim.state.outer_state import OuterState, StateError
 
 FORMAT = "atoll checkpoint 1"
 MEMORY = "memory"
+DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16"}  # of an outer state, in safetensors
+TOLD = {"F32": "fp32", "BF16": "bf16"}
 ALIGNED = 8  # bytes: the length of safetensors' header is a multiple of it
 
 
@@ -70,7 +73,7 @@ class Checkpoint:
 
     @property
     def momentum_N(self) -> Tensor:  # noqa: N802
-        """Outer momentum, fp32."""
+        """Outer momentum, fp32 or bf16."""
         return self.state.momentum_N
 
     @cached_property
@@ -91,7 +94,7 @@ class Header:
     position: int
     chain: bytes
     layout: Layout
-    """The file has these tensors, as fp32."""
+    """The file has these tensors: parameters as fp32, momentum as fp32 or bf16."""
 
 
 def save_checkpoint(
@@ -181,7 +184,7 @@ def _opened(path: Path) -> Iterator[tuple[Mapping[str, str], Any]]:
 
 
 def _write(file: IO[bytes], tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
-    """Write fp32 tensors as safetensors does, each from its own memory.
+    """Write tensors as safetensors does, each from its own memory.
 
     The library refuses tensors that share memory, and views of one vector do: it would need a copy
     of the state.
@@ -189,15 +192,16 @@ def _write(file: IO[bytes], tensors: Mapping[str, Tensor], metadata: Mapping[str
     header: dict[str, Any] = {"__metadata__": dict(metadata)}
     at = 0
     for name, tensor in sorted(tensors.items()):
-        stop = at + 4 * tensor.numel()
-        header[name] = {"dtype": "F32", "shape": list(tensor.shape), "data_offsets": [at, stop]}
+        stop = at + tensor.nbytes
+        dtype = DTYPES[tensor.dtype]
+        header[name] = {"dtype": dtype, "shape": list(tensor.shape), "data_offsets": [at, stop]}
         at = stop
     raw = json.dumps(header, separators=(",", ":")).encode()
     raw += b" " * (-len(raw) % ALIGNED)
     file.write(struct.pack("<Q", len(raw)) + raw)
     for _, tensor in sorted(tensors.items()):
         if tensor.numel():
-            file.write(tensor.reshape(-1).numpy().data.cast("B"))
+            file.write(tensor.reshape(-1).view(torch.uint8).numpy().data)
 
 
 def _tensors(state: OuterState) -> dict[str, Tensor]:
@@ -258,10 +262,10 @@ def _checked_format(path: Path, metadata: Mapping[str, str]) -> Mapping[str, str
 def _read_state(path: Path, metadata: Mapping[str, str], file: Any) -> OuterState:  # noqa: ANN401
     try:
         layout = Layout.from_json(metadata["layout"])
-        more = file.get_tensor(MEMORY) if MEMORY in file.keys() else torch.empty(0)
-        _expect_tensors(path, layout, file)
+        dtype = _expect_tensors(path, layout, file)
+        more = file.get_tensor(MEMORY) if MEMORY in file.keys() else torch.empty(0, dtype=dtype)
         memory_numel = layout.numel + more.numel()
-        state = OuterState.blank(layout, int(metadata["position"]), memory_numel)
+        state = OuterState.blank(layout, int(metadata["position"]), memory_numel, dtype)
         _beyond_momentum(state).copy_(more)
         for kind, vector_N in (("params", state.params_N), ("momentum", state.momentum_N)):
             for name, piece in zip(layout.names, layout.split(vector_N), strict=True):
@@ -279,7 +283,8 @@ def _read_state(path: Path, metadata: Mapping[str, str], file: Any) -> OuterStat
     return state
 
 
-def _expect_tensors(path: Path, layout: Layout, file: Any) -> None:  # noqa: ANN401
+def _expect_tensors(path: Path, layout: Layout, file: Any) -> torch.dtype:  # noqa: ANN401
+    """Check names, shapes and formats of the tensors; return the format of the momentum."""
     expected = {
         f"{kind}/{name}": list(shape)
         for kind in ("params", "momentum")
@@ -287,13 +292,17 @@ def _expect_tensors(path: Path, layout: Layout, file: Any) -> None:  # noqa: ANN
     }
     if set(file.keys()) - {MEMORY} != set(expected):
         raise CheckpointError(f"{path}: damaged: its tensors do not match its layout")
+    found = file.get_slice(f"momentum/{layout.names[0]}").get_dtype()
+    dtype = next((known for known, name in DTYPES.items() if name == found), torch.float32)
     for name, shape in expected.items():
         piece = file.get_slice(name)
-        if piece.get_shape() != shape or piece.get_dtype() != "F32":
+        wanted = DTYPES[dtype if name.startswith("momentum/") else torch.float32]
+        if piece.get_shape() != shape or piece.get_dtype() != wanted:
             raise CheckpointError(
-                f"{path}: damaged: expected {name} as fp32 {shape}, "
+                f"{path}: damaged: expected {name} as {TOLD[wanted]} {shape}, "
                 f"got {piece.get_dtype()} {piece.get_shape()}"
             )
+    return dtype
 
 
 def _header(path: Path, metadata: Mapping[str, str]) -> Header:

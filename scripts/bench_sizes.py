@@ -4,12 +4,17 @@
     ./scripts/bench sizes                                the saved table
     ./scripts/bench sizes --rerun --sizes 10m,30m        measure again
     ./scripts/bench sizes --rerun --sizes 10m --save --json
+    ./scripts/bench sizes --rerun --sizes 30m --method "diloco(state=bf16)" --outer-state disk
 
 A coordinator and peers run as people start them, on this machine and its CPUs. Memory is the peak
 of a process (`VmHWM`) less that of the same process with the tiny model, divided by the parameters
 that it has more; a peer's figure is also given without its model, gradients and inner state, which
-are on the GPU of a peer that has one (16 bytes a parameter with AdamW). `p2pd` is a process of its
-own. Seconds of phases are those that the peers report, means over the rounds after the first three;
+are on the GPU of a peer that has one (16 bytes a parameter with AdamW). The peak counts pages of
+mapped files, which the system takes back if it needs them; "anon" is without them, and "file" they
+alone, each the largest of samples every 0.1 s, so they need not add up to the peak. With
+`--outer-state disk` the plan is compared with "anon" and the libraries' pages. `p2pd` is a process
+of its own. Seconds of phases are those that the peers report, means over the rounds after the first
+three;
 processor seconds are of a process over its whole life, divided by the rounds. Memory and disk are
 compared with what `atoll plan` says before the run, whose disk is that of a run of many rounds. The
 pieces are timed in one thread, each beside a copy of the bytes that it reads.
@@ -73,6 +78,8 @@ class Process:
     peak_bytes: int = 0
     anonymous_bytes: int = 0
     """The largest sample without pages of files, which the system takes back if it needs them."""
+    file_bytes: int = 0
+    """The largest sample of pages of files: libraries, and an outer state that is mapped."""
     p2pd_bytes: int = 0
     cpu_s: float = 0.0
 
@@ -81,6 +88,7 @@ class Process:
         found = memory(pid)
         self.peak_bytes = max(self.peak_bytes, found.get("VmHWM", 0))
         self.anonymous_bytes = max(self.anonymous_bytes, found.get("RssAnon", 0))
+        self.file_bytes = max(self.file_bytes, found.get("RssFile", 0))
         with suppress(psutil.Error):
             process = psutil.Process(pid)
             times = process.cpu_times()
@@ -114,14 +122,24 @@ class Measured:
     """of the state directories at the end"""
     planned: Resources
     """what `atoll plan` says"""
+    state_on_disk: bool
 
     def planned_bytes(self, name: str) -> tuple[int, int]:
-        """Return the memory and the disk that the plan states for a process."""
+        """Return the memory and the disk that the plan states for a process.
+
+        Files of an outer state have no names, so that a folder's size is without them.
+        """
         plan = self.planned
         if name == "coordinator":
             kept = plan.coordinator_disk + self.rounds * plan.coordinator_disk_a_round
-            return plan.coordinator_memory, kept
-        return plan.peer_memory, plan.peer_disk
+            return plan.coordinator_memory - self.state_on_disk * plan.coordinator_state, kept
+        return plan.peer_memory - self.state_on_disk * plan.peer_state, plan.peer_disk
+
+    def held_bytes(self, name: str, tiny: Process) -> int:
+        """Return the memory of a process that the plan is compared with."""
+        if not self.state_on_disk:
+            return self.processes[name].peak_bytes
+        return self.processes[name].anonymous_bytes + tiny.peak_bytes - tiny.anonymous_bytes
 
 
 def spec_of(size: str, options: argparse.Namespace) -> RunSpec:
@@ -207,12 +225,13 @@ def measure(size: str, options: argparse.Namespace, log: IO[bytes]) -> Measured:
         spec = spec_of(size, options)
         (folder / "RUN.toml").write_text(template(spec))
         run = stack.enter_context(processes(folder, log))
-        invite = start_coordinator(run, folder)
+        invite = start_coordinator(run, folder, options)
         names = [f"peer-{index}" for index in range(options.peers)]
         for name in names:
             run.start(
                 name, "peer", invite, "--state-dir", name, "--name", name, "--device", "cpu",
                 *("--listen", "/ip4/127.0.0.1/tcp/0", "--yes", "--json"),
+                *("--outer-state", options.outer_state),
             )  # fmt: skip
         status = watch(run, names, invite, options.timeout)
         disk_bytes = {name: folder_bytes(folder / name) for name in run.seen}
@@ -226,14 +245,16 @@ def measure(size: str, options: argparse.Namespace, log: IO[bytes]) -> Measured:
         seconds={p: statistics.mean(s.get(p, 0.0) for s in warm) for p in sorted(phases)},
         disk_bytes=disk_bytes,
         planned=needed(spec, bare_model(spec), options.peers),
+        state_on_disk=options.outer_state == "disk",
     )
 
 
-def start_coordinator(run: Processes, folder: Path) -> str:
+def start_coordinator(run: Processes, folder: Path, options: argparse.Namespace) -> str:
     """Start the run's coordinator; return its invite."""
     run.start(
         "coordinator", "coordinator", "RUN.toml", "--state-dir", "coordinator", "--quiet",
         *("--listen", "127.0.0.1:0", "--dht-listen", "127.0.0.1:0", "--invite-file", "invite"),
+        *("--outer-state", options.outer_state),
     )  # fmt: skip
     invite, deadline_s = folder / "invite", time.monotonic() + START_S
     while not invite.exists():
@@ -288,9 +309,10 @@ def rows_of(measured: Measured, tiny: Measured) -> list[Facts]:
                 "bytes_per_param": peak,
                 "beside_per_param": peak - (0 if name == "coordinator" else INNER_BYTES),
                 "anonymous_per_param": (process.anonymous_bytes - base.anonymous_bytes) / more,
+                "file_per_param": (process.file_bytes - base.file_bytes) / more,
                 "p2pd_per_param": (process.p2pd_bytes - base.p2pd_bytes) / more,
                 "disk_per_param": (measured.disk_bytes[name] - tiny.disk_bytes[name]) / more,
-                "planned_memory": memory_bytes / process.peak_bytes,
+                "planned_memory": memory_bytes / measured.held_bytes(name, base),
                 "planned_disk": disk_bytes / measured.disk_bytes[name],
                 "cpu_ns_per_param": 1e9 * process.cpu_s / measured.rounds / measured.params,
             }
@@ -362,12 +384,14 @@ def table(rows: list[Facts]) -> str:
     """Format the rows as tables."""
     lines = [
         f"{'size':6}{'process':13}{'peak MB':>9}{'B/param':>9}{'beside':>8}{'anon':>8}"
+        f"{'file':>7}"
         f"{'p2pd':>7}{'disk':>7}{'plan/peak':>10}{'plan/disk':>10}{'CPU ns/param and round':>24}"
     ]
     for row in (r for r in rows if "process" in r):
         lines.append(
             f"{row['size']:6}{row['process']:13}{row['peak_mb']:9.0f}{row['bytes_per_param']:9.1f}"
             f"{row['beside_per_param']:8.1f}{row['anonymous_per_param']:8.1f}"
+            f"{row.get('file_per_param', 0.0):7.1f}"
             f"{row['p2pd_per_param']:7.1f}{row['disk_per_param']:7.1f}"
             f"{row['planned_memory']:10.2f}{row['planned_disk']:10.2f}"
             f"{row['cpu_ns_per_param']:24.1f}"
@@ -392,6 +416,12 @@ def parser() -> argparse.ArgumentParser:
     add = arguments.add_argument
     add("--sizes", default="10m,30m", help=f"sizes, of {', '.join(SIZES)} (default %(default)s)")
     add("--method", default="diloco", metavar="SPEC", help="method (default %(default)s)")
+    add(
+        "--outer-state",
+        choices=("memory", "disk"),
+        default="memory",
+        help="place of the outer state in all processes (default %(default)s)",
+    )
     add("--peers", type=int, default=2, help="number of peers (default %(default)s)")
     add("--rounds", type=int, default=12, help="rounds of a run (default %(default)s)")
     add("--inner-steps", type=int, default=2, help="inner steps per window (default %(default)s)")
@@ -423,7 +453,12 @@ def main() -> int:
             for size in sizes:
                 rows += rows_of(measure(size, options, log), tiny)
                 print(table(rows), file=sys.stderr, flush=True)
-        facts = circumstances() | {"method": options.method, "peers": options.peers, "rows": rows}
+        facts = circumstances() | {
+            "method": options.method,
+            "outer_state": options.outer_state,
+            "peers": options.peers,
+            "rows": rows,
+        }
         if options.save:
             SAVED.write_text(json.dumps(facts, indent=1) + "\n")
     else:

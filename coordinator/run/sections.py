@@ -36,6 +36,7 @@ _RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _OWN_KEYS = {
     "lr": "outer.lr",
     "momentum": "outer.momentum",
+    "state": "outer.state",
     "codec": "compression.codec",
     "feedback": "compression.feedback",
 }
@@ -328,6 +329,8 @@ class InnerSection(Section):
 class OuterSection(Section):
     """The outer optimizer: how peers combine their updates at the end of a window."""
 
+    later: ClassVar[tuple[str, ...]] = ("state",)
+
     method: str = Field(
         default="diloco",
         description="Outer method, with its options in parentheses: 'diloco', 'sparseloco', "
@@ -366,6 +369,13 @@ class OuterSection(Section):
     )
     momentum: float | Literal["auto"] = Field(
         default="auto", description="Outer momentum in [0, 1), or 'auto': the method's default."
+    )
+    state: methods.StateFormat = Field(
+        default="fp32",
+        description="Format of the outer momentum, which every peer and the coordinator hold: fp32 "
+        "(4 bytes per parameter) or bf16 (2, rounded alike everywhere; snapshots and checkpoints "
+        "are smaller by as much). Parameters are always fp32. For methods with an outer momentum "
+        "in a log: diloco, muloco, streaming, eager and co2.",
     )
 
     @property

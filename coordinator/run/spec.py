@@ -71,6 +71,7 @@ class RunSpec(Section):
 
     @model_validator(mode="after")
     def _whole(self) -> Self:
+        self._expect_state()
         try:
             method = self.method()
         except ValueError as error:  # the sections have checked their own fields
@@ -114,6 +115,15 @@ class RunSpec(Section):
                 f"reduced by an owner, got {self.round.reducer!r}"
             )
         return self
+
+    def _expect_state(self) -> None:
+        """Refuse a format of a momentum that the method does not keep."""
+        outer = self.outer
+        if outer.state != "fp32" and not methods.has_option(outer.method, "state"):
+            raise ValueError(
+                f"outer.state: {outer.state!r} is for methods with an outer momentum in a log, "
+                f"and {outer.method!r} has none; remove it"
+            )
 
     def _expect_digests(self) -> None:
         model, data = self.model, self.data
@@ -271,6 +281,8 @@ class RunSpec(Section):
             peers=self.planned_members,
         )
         options |= {key: value for key, value in given.items() if value != "auto"}
+        if outer.state != "fp32":
+            options["state"] = outer.state
         if compression.codec != "auto" and parse(compression.codec).mode == "unbiased":
             options.setdefault("feedback", 0.0)
         return methods.parse(outer.method, **options)

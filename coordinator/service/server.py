@@ -90,6 +90,7 @@ from atoll.optim.log.replica import (
 )
 from atoll.optim.log.store import LOG_FILE, LogStore
 from atoll.optim.state import vectors
+from atoll.optim.state.mapped import MappedVectors
 from atoll.optim.state.outer_state import DIGEST_BYTES, OuterState
 
 log = logging.getLogger(__name__)
@@ -232,10 +233,12 @@ async def running(
     start_node: StartNode | None = None,
     tokenizer: Callable[[], bytes] | None = None,
     accept_loss: bool = False,
+    state_on_disk: bool = False,
 ) -> AsyncIterator[Running]:
     """Run a coordinator inside the block.
 
-    With `accept_loss` it continues from its own log, whatever it has known beyond that.
+    With `accept_loss` it continues from its own log, whatever it has known beyond that. With
+    `state_on_disk` the states of its logs lie in mapped files of its directory.
     """
     async with contextlib.AsyncExitStack() as stack:
         advertised = await _resolved(spec.coordinator.advertise)  # before anything is written
@@ -247,7 +250,9 @@ async def running(
         stack.callback(history.close)
         parts = [
             await _open_log(stack, spec, keys, log, genesis, history, accept_loss=accept_loss)
-            for log in (LogFiles(state_dir, identifier, name) for name in spec.modules)
+            for log in (
+                LogFiles(state_dir, identifier, name, state_on_disk) for name in spec.modules
+            )
         ]
         packed = await asyncio.to_thread(_tokenizer, spec, tokenizer, state_dir / TOKENIZER_FILE)
         nodes: list[FirstNode] = []
@@ -401,6 +406,7 @@ class LogFiles:
     state_dir: Path
     run_id: bytes
     module: str
+    state_on_disk: bool = False
 
     @property
     def folder(self) -> Path:
@@ -488,6 +494,7 @@ def _resume(
             verify=verify,
             verify_run=verify_run,
             is_ledger=True,
+            allocate=MappedVectors(files.folder).empty if files.state_on_disk else vectors.empty,
         )
         replica.resume()
         vectors.release()  # what making the first state left; a ledger needs no vector again

@@ -98,6 +98,7 @@ from atoll.optim.methods.base import Method, MethodError
 from atoll.optim.reduction.cells import Bytes, Cells, UpdateError
 from atoll.optim.reduction.contribution import Feedback
 from atoll.optim.reduction.lowrank import INPUT, LowRankCells
+from atoll.optim.state import vectors
 from atoll.optim.state.layout import Fragment, Layout
 from atoll.optim.state.outer_state import OuterState
 from atoll.optim.state.updates import Update, dense
@@ -124,6 +125,11 @@ class Replay:
     def memory_numel(self) -> int:
         """Values of the state beside the parameters."""
         return self.method.memory_numel(self.layout)
+
+    @property
+    def memory_dtype(self) -> torch.dtype:
+        """Their format."""
+        return self.method.memory_dtype
 
     @property
     def by_factors(self) -> bool:
@@ -170,15 +176,17 @@ class Replay:
                     f"got one of {part.wire_bytes}"
                 )
 
-    def decode(self, entry: Entry, body: Bytes) -> Update:
-        """Return the update of an entry.
+    def decode(
+        self, entry: Entry, body: Bytes, allocate: vectors.Allocate = vectors.empty
+    ) -> Update:
+        """Return the update of an entry; `allocate` makes the vector of it.
 
         Raises:
             MalformedRecord: the body is not the one that the entry names.
             UpdateError: it does not decode to finite numbers.
         """
         split_body(entry, memoryview(body))
-        return self.cells_at(entry.position).decode_body(body, len(entry.members))
+        return self.cells_at(entry.position).decode_body(body, len(entry.members), allocate)
 
     def next_state(
         self, state: OuterState, entry: Entry, body: Bytes, update_F: Update | None = None
@@ -203,7 +211,7 @@ class Replay:
         if update_F is None and state.gives_params and self._goes_by_pieces(fragment):
             return self._next_by_pieces(state, entry, body)
         if update_F is None:
-            update_F = self.decode(entry, body)
+            update_F = self.decode(entry, body, state.allocate)
         scalars = {"lr": entry.lr, "momentum": entry.momentum}
         if isinstance(update_F, Sparse):
             new = self.method.apply_sparse(state, update_F, fragment=fragment, **scalars)
@@ -535,6 +543,7 @@ class Replica(ReplicaView):
         verify: Verify,
         verify_run: VerifyRun,
         is_ledger: bool = False,
+        allocate: vectors.Allocate = vectors.empty,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Make an empty replica; `resume` or `install` gives it a state.
@@ -545,12 +554,14 @@ class Replica(ReplicaView):
             verify: checks a peer's signature.
             verify_run: checks a signature of the run's key.
             is_ledger: keep the whole log, whatever becomes of the state.
+            allocate: makes the vectors of its states and updates: in memory, or on a disk.
             clock: any steady one, in seconds.
         """
         self.module = module
         self.store = store
         self.standing = ReplicaStanding()
         self.is_ledger = is_ledger
+        self.allocate = allocate
         self._verify = verify
         self._verify_run = verify_run
         self._clock = clock
@@ -603,7 +614,9 @@ class Replica(ReplicaView):
         failure: StoreError | None = None
         for position in reversed(self.store.snapshot_positions()):
             try:
-                return self.store.load_snapshot(position)
+                return self.store.load_snapshot(
+                    position, self.replay.memory_dtype, allocate=self.allocate
+                )
             except StoreError as error:
                 failure = error
         # A peer fetches another from the run; a ledger's first state is nowhere else.
@@ -751,6 +764,8 @@ class Replica(ReplicaView):
             after = self._noted(after, entry)
             self.due = self._due(after) or self.due
         self.standing = after
+        if self.is_ledger:
+            vectors.trim(self.layout.numel)  # of messages that brought bodies
         return update_F
 
     def _decodes_first(self, *, applies: bool) -> bool:
@@ -763,7 +778,7 @@ class Replica(ReplicaView):
 
     def _decoded(self, entry: Entry, body: Bytes) -> Update | None:
         try:
-            return self.replay.decode(entry, body)
+            return self.replay.decode(entry, body, self.allocate)
         except UpdateError:
             if self.is_ledger:
                 return None  # applying it fails in the same way, and says so
@@ -787,7 +802,7 @@ class Replica(ReplicaView):
         if state is None:
             raise RuntimeError("this replica holds no state yet: resume or install one first")
         if update_F is None and not self.is_ledger and entry.kind == "update":
-            update_F = self.replay.decode(entry, body)
+            update_F = self.replay.decode(entry, body, self.allocate)
         # Factors in a round that has begun read the state. If a snapshot or a checkpoint is being
         # read from it, the next state takes memory of its own.
         if entry.kind == "update" and not self.replay.by_factors:
@@ -949,6 +964,7 @@ class Replica(ReplicaView):
             ChainMismatch: no entry certifies the state.
         """
         self._expect_certified(state, claims)
+        state = state.moved(self.allocate)
         if self.is_ledger:
             return self._extend(state, claims)
         place = self._place_of(state, claims)
@@ -1232,6 +1248,7 @@ class LiveReplica(ReplicaView):
         self.module = core.module
         self.store = core.store
         self.is_ledger = core.is_ledger
+        self.allocate = core.allocate
         self.standing = core.standing
         self.compute = compute
         self.is_installing = False

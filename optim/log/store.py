@@ -42,6 +42,9 @@ from threading import RLock
 from typing import Any
 from zlib import crc32
 
+import torch
+
+from atoll.optim.state import vectors
 from atoll.optim.state.layout import Layout
 from atoll.optim.state.outer_state import DIGEST_BYTES, LEAF_BYTES, Assembly, OuterState, StateError
 
@@ -277,16 +280,21 @@ class Snapshots:
             path=self._directory / row[4],
         )
 
-    def load(self, position: int) -> OuterState:
+    def load(
+        self, position: int, memory_dtype: torch.dtype, allocate: vectors.Allocate
+    ) -> OuterState:
         """Read a snapshot and verify every leaf. Raises NotStored or StoreCorrupt."""
         info = self.info(position)
         try:
+            beside = info.path.stat().st_size - 4 * info.layout.numel
             assembly = Assembly(
                 layout=info.layout,
                 position=position,
                 leaf_digests=info.leaf_digests,
                 root=info.root,
-                memory_numel=max(0, info.path.stat().st_size // 4 - info.layout.numel),
+                memory_numel=max(0, beside // memory_dtype.itemsize),
+                memory_dtype=memory_dtype,
+                allocate=allocate,
             )
             with info.path.open("rb") as file:
                 for index in range(len(info.leaf_digests)):
@@ -729,9 +737,20 @@ class LogStore:
         """Return digests and file of a snapshot. Raises NotStored."""
         return self._snapshots.info(position)
 
-    def load_snapshot(self, position: int) -> OuterState:
-        """Read a snapshot and verify every leaf. Raises NotStored or StoreCorrupt."""
-        return self._snapshots.load(position)
+    def load_snapshot(
+        self,
+        position: int,
+        memory_dtype: torch.dtype = torch.float32,
+        *,
+        allocate: vectors.Allocate = vectors.empty,
+    ) -> OuterState:
+        """Read a snapshot, whose memory has a format, into new vectors; verify every leaf.
+
+        Raises:
+            NotStored: it is not here.
+            StoreCorrupt: it is damaged, or has another format.
+        """
+        return self._snapshots.load(position, memory_dtype, allocate)
 
     @contextmanager
     def lease(self, position: int) -> Iterator[None]:

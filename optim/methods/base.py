@@ -20,8 +20,8 @@ Neither knows how bytes travel. A method is one file in this folder:
         def apply(self, state, update_F, *, fragment, lr, momentum): ...
 
 Options of these names mean the same in all methods that have them, so this base checks and reads
-them: lr and momentum of the outer step, decay of the weights, tau, the inner steps that a
-reduction travels.
+them: lr and momentum of the outer step, the format of the state that it keeps, decay of the
+weights, tau, the inner steps that a reduction travels.
 
 Spec strings, as `streaming(count=4, tau=5, codec=int4)`, have this grammar::
 
@@ -53,12 +53,14 @@ from atoll.optim.methods.worker import Worker
 from atoll.optim.reducer import Reducer
 from atoll.optim.reduction import lowrank
 from atoll.optim.reduction.contribution import CLIP_AT, WeightRule
+from atoll.optim.state import halves
 from atoll.optim.state.layout import Fragment, Layout, by_tensor, whole
 from atoll.optim.state.outer_state import OuterState
 from atoll.optim.state.updates import dense
 
 Shape = Literal["mean", "gather", "low-rank", "pairs"]
 InnerName = Literal["adamw", "muon", "lion", "sgd"]
+StateFormat = Literal["fp32", "bf16"]
 
 MAX_SPEC_CHARS = 1_000  # longer than any sensible spec; bounds the work on a hostile one
 
@@ -119,10 +121,12 @@ class Method(ABC):
         require(0 <= self.clip_at < math.inf, "a clip_at of at least 0", self.clip_at)
         lr, momentum = self.scalars(0.0)
         decay, tau = getattr(self, "decay", 0.0), getattr(self, "tau", 0)
+        state = getattr(self, "state", "fp32")
         require(0 <= lr < math.inf, "an outer rate of at least 0", lr)
         require(0 <= momentum < 1, "a momentum from 0 to below 1", momentum)
         require(0 <= decay < math.inf, "a decay of at least 0", decay)
         require(tau >= 0, "a tau of at least 0", tau)
+        require(state in typing.get_args(StateFormat), "a state of fp32 or bf16", state)
 
     @property
     def reduction(self) -> Shape:
@@ -162,6 +166,11 @@ class Method(ABC):
             return (lowrank.tensors(layout),)
         return (whole(layout) if self.codec.elementwise else by_tensor(layout),)
 
+    @property
+    def memory_dtype(self) -> torch.dtype:
+        """Return the format of `OuterState.memory_M`."""
+        return torch.bfloat16 if getattr(self, "state", "fp32") == "bf16" else torch.float32
+
     def memory_numel(self, layout: Layout) -> int:
         """Return the number of values in `OuterState.memory_M`, the memory of the outer step."""
         return self.moments * layout.numel + lowrank.warm_numel(layout, self.rank)
@@ -173,11 +182,11 @@ class Method(ABC):
             StateError: when the parameters are of another length.
             NotFinite: when they hold NaN or infinity.
         """
-        memory_M = torch.zeros(self.memory_numel(layout))
+        memory_M = torch.zeros(self.memory_numel(layout), dtype=self.memory_dtype)
         if self.rank:
             # The first Q is a fixed hash, not a draw: every replica begins with the same bits.
             warm_K = lowrank.cold(layout, self.rank)
-            memory_M[memory_M.numel() - warm_K.numel() :] = warm_K
+            halves.store_(memory_M[memory_M.numel() - warm_K.numel() :], warm_K)
         return OuterState.genesis(layout, params_N, memory_M)
 
     @classmethod
@@ -320,6 +329,15 @@ def given(spec: str) -> frozenset[str]:
         MethodError: an unknown name, or no spec.
     """
     return frozenset(_read(spec)[1])
+
+
+def has_option(spec: str, name: str) -> bool:
+    """Return whether a spec's method has an option.
+
+    Raises:
+        MethodError: an unknown name, or no spec.
+    """
+    return name in [field.name for field in fields(_read(spec)[0])]
 
 
 def defaults_for(spec: str, *, rounds: int, inner_steps: int, peers: int) -> dict[str, object]:

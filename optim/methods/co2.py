@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from atoll.optim.methods.base import Method, register, require
+from atoll.optim.methods.base import Method, StateFormat, register, require
 from atoll.optim.methods.diloco import DiLoCo
 from atoll.optim.methods.worker import Window, Worker
 from atoll.optim.reducer import Commit, Reducer
@@ -99,6 +99,9 @@ class CO2Method(Method):
 
     momentum: float = 0.5
     """Outer momentum."""
+
+    state: StateFormat = "fp32"
+    """Format of the momentum: fp32, or bf16 in half the memory. Parameters are fp32."""
 
     penalty: float = 1.0
     """Staleness gap penalty: pseudo-gradients are divided by it."""

@@ -34,7 +34,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from atoll.optim.methods.base import Method, register, require
+from atoll.optim.methods.base import Method, StateFormat, register, require
 from atoll.optim.methods.worker import Window, Worker
 from atoll.optim.reducer import Commit
 from atoll.optim.state import layout as cuts
@@ -147,6 +147,9 @@ class DiLoCoMethod(Method):
 
     momentum: float = 0.9
     """Outer momentum."""
+
+    state: StateFormat = "fp32"
+    """Format of the momentum: fp32, or bf16 in half the memory. Parameters are fp32."""
 
     tau: int = 0
     """Inner steps that a reduction travels while training continues; 0 waits for it."""

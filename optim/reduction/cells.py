@@ -544,8 +544,10 @@ class Cells:
 
     # bodies
 
-    def decode_body(self, body: Bytes, members: int) -> Update:
-        """Decode the body of an update of so many members.
+    def decode_body(
+        self, body: Bytes, members: int, allocate: vectors.Allocate = vectors.empty
+    ) -> Update:
+        """Decode the body of an update of so many members; `allocate` makes the vector of it.
 
         Returns:
             update_F, fp32 on the CPU, all finite; the values that were sent if it `scatters`.
@@ -554,13 +556,22 @@ class Cells:
             UpdateError: when it is too long (checked before memory is taken), its frames are not
                 one a cell, or one does not decode to finite numbers.
         """
-        return self.decode_part(body, members, 0, len(self))
+        return self.decode_part(body, members, 0, len(self), allocate)
 
-    def decode_part(self, body: Bytes, members: int, start: int, stop: int) -> Update:
+    def decode_part(
+        self,
+        body: Bytes,
+        members: int,
+        start: int,
+        stop: int,
+        allocate: vectors.Allocate = vectors.empty,
+    ) -> Update:
         """Decode the part of a body from cell `start` up to `stop`, as `decode_body` does."""
         frames = self._frames_of(body, members, start, stop)
         try:
-            return self.decode_update(start, frames)
+            numel = self._within(range(start, stop), start).stop if frames else 0
+            out = None if self.scatters else allocate(numel)
+            return self.decode_update(start, frames, out)
         except CodecError as error:
             # Cells are decoded many at once, so the refusal looks for the one that fails.
             raise self._refusal(start, frames) from error

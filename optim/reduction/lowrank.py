@@ -33,6 +33,7 @@ from torch import Tensor
 from atoll.compression import CodecError, Fp32, PowerSGD
 from atoll.compression.powersgd import as_matrix, matrix_shape, orthonormal, outer_sum, start_factor
 from atoll.optim.reduction.cells import Bytes, Cells, require_finite, unpack
+from atoll.optim.state import halves
 from atoll.optim.state.layout import Dims, Fragment, Layout, piece_slices
 from atoll.optim.state.outer_state import OuterState, StateError, is_finite
 
@@ -211,11 +212,18 @@ class LowRankCells(Cells):
         """
         if after.memory_M is before.memory_M:  # writing would change the state before
             raise StateError("expected a state with a memory of its own, got one that shares it")
-        for old, new, q in zip(self.warm(before), self.warm(after), qs, strict=True):
-            new.copy_(q.view_as(new) if bool(q.any()) else old)
+        for old, new, q in zip(self._stored(before), self._stored(after), qs, strict=True):
+            if bool(q.any()):
+                halves.store_(new, q.view_as(new))
+            else:
+                new.copy_(old)
 
     def warm(self, state: OuterState) -> list[Tensor]:
-        """Return views of a state's Qs, [columns, rank] each, of the cells that have one."""
+        """Return a state's Qs, [columns, rank] each in fp32, of the cells that have one."""
+        return [halves.widened(q) for q in self._stored(state)]
+
+    def _stored(self, state: OuterState) -> list[Tensor]:
+        """Return views of a state's Qs, in its format."""
         shapes = [self.second.dims(index) for index, rank in enumerate(self.ranks) if rank]
         sizes = [math.prod(shape) for shape in shapes]
         warm_K = state.memory_M[state.memory_M.numel() - sum(sizes) :]

@@ -1,9 +1,10 @@
 """The state every replica holds in the same bits, and its snapshot.
 
-A snapshot is params_N then memory_M, fp32, little-endian, without header or padding. The outer step
-keeps memory_M from one update to the next; the method gives its length (`Method.memory_numel`).
-For most methods it is momentum_N, one value a parameter; for some, more values follow. A snapshot
-is cut into leaves of 1 MiB, the last one perhaps shorter. The state root is
+A snapshot is params_N then memory_M, little-endian, without header or padding. The outer step keeps
+memory_M from one update to the next; the method gives its length (`Method.memory_numel`) and its
+format (`Method.memory_dtype`). For most methods it is momentum_N, one value a parameter; for some,
+more values follow. Parameters are fp32, and so is the memory, or bf16 if the run says so. A
+snapshot is cut into leaves of 1 MiB, the last one perhaps shorter. The state root is
 
     node(left, right) = SHA-256(0x01 | left | right)          an odd node moves up unchanged
     root              = SHA-256("atoll-state-root-1" | u64 big-endian number of leaves | top)
@@ -31,7 +32,7 @@ from threading import Lock
 import torch
 from torch import Tensor
 
-from atoll.optim.state import vectors
+from atoll.optim.state import halves, vectors
 from atoll.optim.state.layout import Layout
 
 LEAF_BYTES = 1 << 20  # 0.1 s at 100 Mbit/s: small enough to spread over donors and to retry
@@ -107,9 +108,14 @@ class OuterState:
         params_N: Tensor,
         memory_M: Tensor,
         readers: _Readers | None = None,
+        allocate: vectors.Allocate = vectors.empty,
     ) -> None:
-        """Take over vectors, fp32 on the CPU; consecutive states may share a memory."""
+        """Take over vectors on the CPU, parameters in fp32; consecutive states may share a memory.
+
+        `allocate` makes the vectors of the states after this one.
+        """
         self.layout = layout
+        self.allocate = allocate
         self.position = position
         self.params_N = params_N
         self.memory_M = memory_M
@@ -175,7 +181,8 @@ class OuterState:
         Args:
             layout: of the parameters.
             params_N: theta, fp32 on the CPU.
-            memory_M: what the method begins with (`Method.genesis`); by default a momentum of zero.
+            memory_M: what the method begins with (`Method.genesis`), fp32 or bf16; by default a
+                momentum of zero.
 
         Raises:
             StateError: when the vector has another length.
@@ -192,15 +199,22 @@ class OuterState:
         return state
 
     @classmethod
-    def blank(cls, layout: Layout, position: int, memory_numel: int | None = None) -> "OuterState":
+    def blank(
+        cls,
+        layout: Layout,
+        position: int,
+        memory_numel: int | None = None,
+        memory_dtype: torch.dtype = torch.float32,
+    ) -> "OuterState":
         """Return a state of zeros; by default its memory is a momentum."""
-        memory_M = torch.zeros(layout.numel if memory_numel is None else memory_numel)
+        numel = layout.numel if memory_numel is None else memory_numel
+        memory_M = torch.zeros(numel, dtype=memory_dtype)
         params_N = torch.zeros(layout.numel)
         return cls(layout=layout, position=position, params_N=params_N, memory_M=memory_M)
 
     def next_blank(self) -> "OuterState":
         """Return the next state with uninitialised parameters and memory of the same lengths."""
-        return self._next(vectors.empty(self.memory_M.numel()))
+        return self._next(self.allocate(self.memory_M.numel(), self.memory_M.dtype))
 
     def next_with_memory(self) -> "OuterState":
         """Return the next state with uninitialised parameters, sharing this state's memory.
@@ -216,6 +230,7 @@ class OuterState:
             position=self.position + 1,
             params_N=params_N,
             memory_M=self.memory_M,
+            allocate=self.allocate,
         )
 
     def at(self, position: int) -> "OuterState":
@@ -226,12 +241,29 @@ class OuterState:
             params_N=self.params_N,
             memory_M=self.memory_M,
             readers=self._readers,
+            allocate=self.allocate,
         )
+
+    def moved(self, allocate: vectors.Allocate) -> "OuterState":
+        """Return the same state, and those after it, in vectors that `allocate` makes."""
+        if self.allocate == allocate:
+            return self
+        params_N = allocate(self.params_N.numel()).copy_(self.params_N)
+        memory_M = allocate(self.memory_M.numel(), self.memory_M.dtype).copy_(self.memory_M)
+        state = OuterState(
+            layout=self.layout,
+            position=self.position,
+            params_N=params_N,
+            memory_M=memory_M,
+            allocate=allocate,
+        )
+        state._digests = self._digests
+        return state
 
     @property
     def snapshot_bytes(self) -> int:
         """Return the length of the snapshot in bytes."""
-        return 4 * (self.params_N.numel() + self.memory_M.numel())
+        return snapshot_bytes(self.layout, self.memory_M.numel(), self.memory_M.dtype)
 
     @property
     def num_leaves(self) -> int:
@@ -294,8 +326,9 @@ class OuterState:
         return OuterState(
             layout=self.layout,
             position=self.position + 1,
-            params_N=vectors.empty(self.layout.numel),
+            params_N=self.allocate(self.layout.numel),
             memory_M=memory_M,
+            allocate=self.allocate,
         )
 
     def leaf(self, index: int) -> bytes | memoryview:
@@ -320,6 +353,8 @@ class Assembly:
         leaf_digests: Sequence[bytes],
         root: bytes,
         memory_numel: int | None = None,
+        memory_dtype: torch.dtype = torch.float32,
+        allocate: vectors.Allocate = vectors.empty,
     ) -> None:
         """Check the digests against the root, then make room.
 
@@ -329,11 +364,13 @@ class Assembly:
             leaf_digests: SHA-256 of each leaf.
             root: the certified root, which they have to make up.
             memory_numel: values of the outer step's memory; by default one a parameter.
+            memory_dtype: their format.
+            allocate: makes the vectors of the state and of those after it.
 
         Raises:
             SnapshotMismatch: when they do not make up the root, or no snapshot of that length.
         """
-        length = snapshot_bytes(layout, memory_numel)
+        length = snapshot_bytes(layout, memory_numel, memory_dtype)
         expected = -(-length // LEAF_BYTES)
         if len(leaf_digests) != expected:
             raise SnapshotMismatch(f"expected {expected} leaf digests, got {len(leaf_digests)}")
@@ -344,8 +381,10 @@ class Assembly:
         self._position = position
         self._length = length
         # Apart: an update replaces the parameters, whose memory has to be free then.
-        self._params_N = torch.empty(layout.numel)
-        self._memory_M = torch.empty(length // 4 - layout.numel)
+        self._params_N = allocate(layout.numel)
+        numel = (length - 4 * layout.numel) // memory_dtype.itemsize
+        self._memory_M = allocate(numel, memory_dtype)
+        self._allocate = allocate
         self._missing = set(range(expected))
 
     @property
@@ -400,15 +439,19 @@ class Assembly:
             position=self._position,
             params_N=self._params_N,
             memory_M=self._memory_M,
+            allocate=self._allocate,
         )
         state.require_finite()
         state._digests = self._digests  # each leaf had its digest when it came
         return state
 
 
-def snapshot_bytes(layout: Layout, memory_numel: int | None = None) -> int:
+def snapshot_bytes(
+    layout: Layout, memory_numel: int | None = None, memory_dtype: torch.dtype = torch.float32
+) -> int:
     """Return the length of a snapshot in bytes; by default the memory is one value a parameter."""
-    return 4 * (layout.numel + (layout.numel if memory_numel is None else memory_numel))
+    numel = layout.numel if memory_numel is None else memory_numel
+    return 4 * layout.numel + memory_dtype.itemsize * numel
 
 
 def merkle_root(leaf_digests: Sequence[bytes]) -> bytes:
@@ -427,7 +470,9 @@ def merkle_root(leaf_digests: Sequence[bytes]) -> bytes:
 
 
 def is_finite(vector_N: Tensor) -> bool:
-    """Return whether a vector has neither NaN nor infinity."""
+    """Return whether a vector, fp32 or bf16, has neither NaN nor infinity."""
+    if vector_N.dtype == torch.bfloat16:
+        return halves.are_finite(vector_N)
     flat_N = vector_N.reshape(-1)
     # A sum of squares passes NaN and infinity on, and is 25 times as fast as isfinite().all().
     if math.isfinite(float(torch.dot(flat_N, flat_N))):
@@ -443,7 +488,9 @@ def _node(pair: list[bytes]) -> bytes:
 def _bytes(vector: Tensor) -> memoryview:
     """Return a vector's values as they are in a snapshot; no copy."""
     _require_little_endian()
-    return vector.numpy().data.cast("B") if vector.numel() else memoryview(b"")
+    if not vector.numel():
+        return memoryview(b"")
+    return vector.view(torch.uint8).numpy().data.cast("B")  # NumPy has no bf16
 
 
 def _require_little_endian() -> None:

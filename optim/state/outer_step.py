@@ -4,7 +4,8 @@ Only fp32 add, sub, mul and sqrt, division of a tensor by a tensor, sign and cla
 once, in a fixed order; nothing fused, no division by a scalar, no sum of fp32 values. A fused
 multiply-add rounds once instead of twice, a sum depends on its order, and on CUDA torch divides
 by a scalar as a product with its reciprocal: each would give other bits on another machine.
-Scalars are fp32 and travel as fp32 bits.
+Scalars are fp32 and travel as fp32 bits. A momentum in bf16 is widened, which is exact, and what
+the step makes of it moves the parameters before it is rounded by integers (`halves`).
 `tests/optim/state/test_outer_step.py` holds each rule to a checked-in digest.
 """
 
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor
 
 from atoll.compression.scratch import room
+from atoll.optim.state import halves
 from atoll.optim.state.layout import CELL, Fragment, whole
 from atoll.optim.state.outer_state import OuterState, StateError
 from atoll.optim.state.updates import Update, aligned
@@ -333,8 +335,21 @@ def _stepped(
     for u, params, m, new_params, new_m in fragment.aligned(
         update_F, *old, new.params_N, new.momentum_N
     ):
-        rule(params, m, u, new_params, new_m)
+        _apply_rule(rule, params, m, u, new_params, new_m)
     return new
+
+
+@torch.inference_mode()  # scratch that was made in this mode cannot be changed outside it
+def _apply_rule(
+    rule: Rule, params: Tensor, m: Tensor, u: Tensor, new_params: Tensor, new_m: Tensor
+) -> None:
+    """Apply a rule to a run of values, whose momentum may be stored in bf16."""
+    if m.dtype == torch.float32:
+        rule(params, m, u, new_params, new_m)
+        return
+    wide = halves.widen_(room("wide", m.shape, m.device, torch.float32), m)
+    rule(params, wide, u, new_params, wide)
+    halves.store_(new_m, wide)
 
 
 @torch.inference_mode()  # a state that was made in this mode cannot be changed outside it
@@ -346,13 +361,13 @@ def _overwritten(state: OuterState, update_F: Tensor, rule: Rule, fragment: Frag
     elif covers:
         params_N = update_F
     else:
-        params_N = empty(state.layout.numel)
+        params_N = state.allocate(state.layout.numel)
         for gap in fragment.gaps:
             params_N[gap] = state.params_N[gap]
     old = (state.params_N, state.momentum_N)
     for u, params, m, new_params in fragment.aligned(update_F, *old, params_N):
         stepped = room("stepped", u.shape, u.device, torch.float32)
-        rule(params, m, u, stepped, m)
+        _apply_rule(rule, params, m, u, stepped, m)
         new_params.copy_(stepped)
     return state.next_of(params_N)
 

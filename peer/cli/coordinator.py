@@ -11,7 +11,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from atoll.peer.cli import Subparsers, add_stop_with_stdin, new_parser, print_json
+from atoll.peer.cli import (
+    Subparsers,
+    add_outer_state,
+    add_stop_with_stdin,
+    new_parser,
+    print_json,
+)
 from atoll.peer.daemon.supervised import stop_with_stdin
 
 if TYPE_CHECKING:
@@ -91,6 +97,7 @@ def add_parser(subparsers: Subparsers) -> None:
         help="Continue from the log here although it lacks rounds or epochs that no peer has any "
         "more; what peers hold beyond it is void.",
     )
+    add_outer_state(parser)
     parser.add_argument("--quiet", action="store_true", help="Print no line per round.")
     add_stop_with_stdin(parser)
 
@@ -109,6 +116,10 @@ def run(args: argparse.Namespace) -> int:
             '--keep is for runs in which keepers vote; set electors = "keepers" in [round] of '
             f"{args.spec}, or omit --keep"
         )
+    if args.outer_state == "disk":
+        from atoll.peer.daemon.consent import expect_common_state
+
+        expect_common_state(spec)
     if args.invite_file is not None:
         _expect_own_file(args.invite_file)
     state_dir: Path = args.state_dir or coordinator_state_dir(spec.run.name)
@@ -129,6 +140,7 @@ def run(args: argparse.Namespace) -> int:
             quiet=args.quiet,
             has_keeper=args.keep,
             accept_loss=args.accept_loss,
+            state_on_disk=args.outer_state == "disk",
         )
     )
 
@@ -201,6 +213,7 @@ async def _serve(
     quiet: bool,
     has_keeper: bool,
     accept_loss: bool,
+    state_on_disk: bool,
 ) -> int:
     from atoll.coordinator.service.server import running
     from atoll.dht.tasks import Tasks
@@ -218,6 +231,7 @@ async def _serve(
         start_node=lambda request: BootstrapNode.start(request, admission_s=admission_s),
         tokenizer=lambda: read_tokenizer(spec),
         accept_loss=accept_loss,
+        state_on_disk=state_on_disk,
     ) as up:
         on_ready(up)
         async with Tasks() as telling:

@@ -12,7 +12,13 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from atoll.peer.cli import Subparsers, add_allow_model, add_stop_with_stdin, new_parser
+from atoll.peer.cli import (
+    Subparsers,
+    add_allow_model,
+    add_outer_state,
+    add_stop_with_stdin,
+    new_parser,
+)
 from atoll.peer.cli.watching import read_invite
 from atoll.peer.daemon.options import LISTEN, RELAY_MBIT_S
 from atoll.peer.daemon.supervised import STDIN, stop_with_stdin
@@ -135,6 +141,7 @@ def add_parser(subparsers: Subparsers) -> None:
         help="Bandwidth in Mbit/s for peers that cannot reach each other, if others can dial this "
         f"one; 0 relays nothing (default: {RELAY_MBIT_S:g}).",
     )
+    add_outer_state(parser)
     parser.add_argument(
         "--share",
         type=_share,
@@ -187,6 +194,7 @@ def run(args: argparse.Namespace) -> int:
             announce=tuple(args.announce or ()),
             rates=LinkRates(uplink_mbit_s=args.uplink, downlink_mbit_s=args.downlink),
             relay_mbit_s=args.relay_mbit,
+            state_on_disk=args.outer_state == "disk",
         ),
         device="cpu" if args.ranks else args.device,
         data=args.data,

@@ -285,7 +285,9 @@ def _needs(needs: "Resources") -> str:
         f"on its GPU if it has one) and {gb['peer_disk']} of disk, with {gb['peer_disk_free']} "
         f"free beside them. The coordinator needs {gb['coordinator_memory']} of memory and "
         f"{gb['coordinator_disk']} of disk, with {gb['coordinator_disk_free']} free, and "
-        f"{gb['coordinator_disk_a_round']} more disk a round."
+        f"{gb['coordinator_disk_a_round']} more disk a round. With --outer-state disk, "
+        f"{gb['peer_state']} of a peer's memory and {gb['coordinator_state']} of the "
+        "coordinator's are files on the disk."
     )
     return textwrap.fill(text, WIDTH) + "\n"
 

@@ -13,6 +13,7 @@ digest of the spec, and first in a process of its own (`atoll.peer.training.data
     at         seconds since 1970
 
     NoRoom (ValueError)            this machine has too little memory or disk for the run
+    NoOuterState (ValueError)      a run without a common state, which shall be kept on the disk
     ConsentMissing (ValueError)    no consent is stored, and there is no terminal
     Declined (RuntimeError)        the owner said no
 """
@@ -35,6 +36,7 @@ from atoll.coordinator.run.text import size
 from atoll.optim.log.replica import WHOLE, cells_of
 from atoll.optim.log.store import KEPT_SNAPSHOTS
 from atoll.optim.state.layout import Layout
+from atoll.optim.state.mapped import expect_disk
 from atoll.peer.daemon.membership import FetchTokenizer, Membership
 from atoll.peer.daemon.sent_tokenizer import keep_tokenizer
 from atoll.peer.extras import extra
@@ -65,6 +67,10 @@ class NoRoom(ValueError):
     """The run needs more memory or disk than this machine has."""
 
 
+class NoOuterState(ValueError):
+    """The run has no common state that could be kept on the disk."""
+
+
 class ConsentMissing(ValueError):
     """No earlier consent is stored, and there is no terminal to ask on."""
 
@@ -89,6 +95,7 @@ def request_of(
     data: str | None = None,
     tokenizer: str | None = None,
     is_keeper: bool = False,
+    state_on_disk: bool = False,
 ) -> Request:
     """Return what a run asks for, as the owner reads it.
 
@@ -99,6 +106,7 @@ def request_of(
         data: the owner's own data, read instead of the spec's.
         tokenizer: the owner's own tokenizer.
         is_keeper: whether this machine leads and votes instead of training.
+        state_on_disk: whether its owner wants the outer state in files.
     """
     if is_keeper:
         return _request_of_keeper(spec, layout)
@@ -117,6 +125,7 @@ def request_of(
         *filter(None, [spec.unbounded]),
         f"memory: about {size(needs.peer_memory)}, of which a GPU takes "
         f"{size(needs.inner_memory)}, and that of the model's activations",
+        *_mapped(needs, state_on_disk=state_on_disk),
         f"disk: about {size(needs.peer_disk)}, and {size(needs.peer_disk_free)} free beside it",
         f"traffic: about {size(traffic)} each way per round of {spec.outer.inner_steps} steps; "
         f"{size(traffic * ROUNDS_PER_DAY)} a day at one round a minute",
@@ -126,6 +135,13 @@ def request_of(
     amount = layout.numel if module == WHOLE else f"{spec.topology.stages} stages"
     asked = f"atoll consent v1\0{spec.digest()}\0{amount}".encode()
     return Request(digest=hashlib.sha256(asked).hexdigest(), lines=lines)
+
+
+def _mapped(needs: Resources, *, state_on_disk: bool) -> tuple[str, ...]:
+    """Return how much of the memory lies in files, as the owner wishes."""
+    if not state_on_disk:
+        return ()
+    return (f"outer state: on the disk, {size(needs.peer_state)} of that memory",)
 
 
 def _part(spec: RunSpec, module: str) -> str:
@@ -160,21 +176,30 @@ def needs_of(spec: RunSpec, layout: Layout) -> Resources:
     return resources(spec, method, weights, peers=spec.planned_members, bodies=bodies)
 
 
-def expect_room(needs: Resources, folder: Path) -> None:
+def expect_room(needs: Resources, folder: Path, *, state_on_disk: bool = False) -> None:
     """Refuse a run that does not fit into this machine, before anything of it is fetched.
+
+    Args:
+        needs: of the run.
+        folder: the peer's, which need not exist.
+        state_on_disk: whether the outer state is kept in files there.
 
     Raises:
         NoRoom: it needs more memory than there is, or more disk than is free or its own by now.
     """
+    mapped = needs.peer_state if state_on_disk else 0
     # The memory of a Mac's GPU is the machine's own.
-    memory = needs.peer_memory - (needs.inner_memory if torch.cuda.is_available() else 0)
-    there = memory_total()
+    on_gpu = needs.inner_memory if torch.cuda.is_available() else 0
+    memory, there = needs.peer_memory - on_gpu - mapped, memory_total()
     if memory > there:
+        fits = not mapped and memory - needs.peer_state <= there
+        remedy = "keep the outer state in files with --outer-state disk" if fits else ""
         raise NoRoom(
             f"the run needs {size(memory)} of memory, and this machine or container has "
-            f"{size(there)}; join from a larger machine, or ask the organiser for a smaller model"
+            f"{size(there)}; {remedy or 'join from a larger machine'}, or ask the organiser for a "
+            "smaller model"
         )
-    disk = needs.peer_disk + needs.peer_disk_free
+    disk = needs.peer_disk + needs.peer_disk_free + mapped
     nearest = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     own = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
     free = shutil.disk_usage(nearest).free + own
@@ -182,6 +207,18 @@ def expect_room(needs: Resources, folder: Path) -> None:
         raise NoRoom(
             f"the run needs {size(disk)} of disk, and {size(free)} are free where {folder} is; "
             "make room, or choose another place with --state-dir"
+        )
+
+
+def expect_common_state(spec: RunSpec) -> None:
+    """Refuse to keep the outer state of a run by gossip on the disk.
+
+    Raises:
+        NoOuterState: each peer has a state of its own, which its trainer changes.
+    """
+    if not spec.method().logged:
+        raise NoOuterState(
+            f"--outer-state disk is for runs with a log, and {spec.outer.method} has none; omit it"
         )
 
 
@@ -286,6 +323,8 @@ class Consent:
     data: str | None = None
     tokenizer: str | None = None
     init: str | None = None
+    state_on_disk: bool = False
+    """the outer state is kept in files"""
     yes: bool = False
     """the owner has said yes in advance"""
     ask: Ask | None = None
@@ -307,10 +346,14 @@ class Consent:
                 machine's model or tokenizer is not the run's, or the model has another size than
                 the coordinator says.
             NoRoom: this machine is too small for the run.
+            NoOuterState, NotOnDisk: there is no state to keep in files, or no disk.
             ConsentMissing: there is no terminal to ask on.
             Declined: the owner said no.
         """
         is_keeper = membership.role == "keeper"
+        if self.state_on_disk:
+            expect_common_state(membership.spec)
+            expect_disk(self.paths.root)
         if not is_keeper:
             self._expect_usable(membership)
         await self._expect_yes(membership, is_keeper=is_keeper)
@@ -347,7 +390,8 @@ class Consent:
             extra("tokenizers", "the run's tokenizer")
         else:
             self._expect_params(spec, membership)  # the owner is shown this
-        expect_room(needs_of(spec, membership.layout), self.paths.root)
+        needs = needs_of(spec, membership.layout)
+        expect_room(needs, self.paths.root, state_on_disk=self.state_on_disk)
 
     def _expect_params(self, spec: RunSpec, membership: Membership) -> None:
         vocab_size = open_tokenizer(spec, self._allowed).vocab_size
@@ -361,6 +405,7 @@ class Consent:
             data=self.data,
             tokenizer=self.tokenizer,
             is_keeper=is_keeper,
+            state_on_disk=self.state_on_disk,
         )
         if self._kept_digest() == request.digest:
             return

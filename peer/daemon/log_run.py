@@ -50,6 +50,8 @@ from atoll.optim.log.replica import (
 from atoll.optim.log.store import KEPT_SNAPSHOTS, LogStore, NotStored, StoreHead
 from atoll.optim.reduction.cells import Bytes
 from atoll.optim.reduction.robust import rule_of
+from atoll.optim.state import vectors
+from atoll.optim.state.mapped import MappedVectors
 from atoll.optim.state.outer_state import OuterState, StateError
 from atoll.peer.daemon.loop_thread import LoopThread
 from atoll.peer.daemon.peer import Environment, Peer
@@ -258,7 +260,14 @@ class LogRun:
         )
         env.files.callback(store.close)
         verify_run = partial(verify_run_key, env.options.invite.run_key)
-        core = Replica(module, store, verify=verify, verify_run=verify_run)
+        folder = env.paths.log(module.name)
+        core = Replica(
+            module,
+            store,
+            verify=verify,
+            verify_run=verify_run,
+            allocate=MappedVectors(folder).empty if env.options.state_on_disk else vectors.empty,
+        )
         return LiveReplica(core, compute=env.compute, on_failure=self._decisions.fail)
 
     async def _settle(self, joined: Joined | None) -> None:
@@ -304,7 +313,8 @@ class LogRun:
                 state: OuterState = await env.compute(env.make_first, env.spec, env.module)
                 if await env.compute(state.root) == env.enrolment.membership.genesis_root:
                     return state
-        return await env.fetch_state(self._replay.memory_numel, 0)
+        replay = self._replay
+        return await env.fetch_state(replay.memory_numel, 0, memory_dtype=replay.memory_dtype)
 
     # in the loop
 

@@ -46,6 +46,8 @@ class PeerOptions:
     rates: LinkRates = field(default_factory=LinkRates)
     relay_mbit_s: float = RELAY_MBIT_S
     """Bandwidth for streams of peers behind NATs, if others can dial this peer; 0: none."""
+    state_on_disk: bool = False
+    """Keep the outer state in mapped files of the state directory instead of in memory."""
     moved: StageMove | None = None
     """The move by which it joins, in a pipeline; None takes the module of its last start."""
 

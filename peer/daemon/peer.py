@@ -19,6 +19,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Protocol
 
+import torch
+
 from atoll.coordinator.rpc.client import CoordinatorClient, Joined
 from atoll.coordinator.rpc.client_errors import CoordinatorError
 from atoll.coordinator.run.admission import AdmissionCheck
@@ -121,13 +123,20 @@ class Environment:
         self.enrolment.renew(joined, self.client.evictions)
         return joined
 
-    async def fetch_state(self, memory_numel: int, position: int | None = None) -> OuterState:
+    async def fetch_state(
+        self,
+        memory_numel: int,
+        position: int | None = None,
+        *,
+        memory_dtype: torch.dtype = torch.float32,
+    ) -> OuterState:
         """Fetch a state from the coordinator.
 
         Args:
             memory_numel: values that the outer step keeps beside the parameters.
             position: None for the newest; 0 for the first, which is verified against what joining
                 gave. Any other is as good as the coordinator's word.
+            memory_dtype: format of these values.
 
         Raises:
             CoordinatorError: it is not there.
@@ -142,6 +151,7 @@ class Environment:
             leaf_digests=info.leaf_digests,
             root=info.root if position else self.enrolment.membership.genesis_root,
             memory_numel=memory_numel,
+            memory_dtype=memory_dtype,
         )
         async for index, leaf in self.client.fetch_leaves(position):
             await self.compute(assembly.add, index, leaf)

@@ -237,6 +237,7 @@ def _open(options: RunOptions, narrator: Narrator, stop: Stop, ask: Ask | None) 
             stopping=stop,
             admit=Consent(
                 paths=PeerPaths(root=options.peer.state_dir),
+                state_on_disk=options.peer.state_on_disk,
                 run_id=options.peer.invite.run_id,
                 allowed=options.allowed,
                 data=options.data,

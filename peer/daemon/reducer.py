@@ -37,6 +37,7 @@ from atoll.optim.methods import Method
 from atoll.optim.reducer import Commit, Contribution, Reducer, Residual, Settle
 from atoll.optim.reduction.contribution import DRIFT_CAP, Offer, drift_ratio, work_weight
 from atoll.optim.schedules import Timetable
+from atoll.optim.state import vectors
 from atoll.optim.state.layout import Fragment, Layout, LayoutError
 from atoll.optim.state.outer_state import OuterState
 from atoll.peer.daemon.background import background_threads
@@ -524,6 +525,7 @@ class NetworkReducer(RunReducer):
 
     def _encode(self, contribution: Contribution, weight: float, number: int) -> OfferedWindow:
         started = time.perf_counter()
+        vectors.trim(self._replay.layout.numel)
         offer = self._residuals[contribution.fragment].offer(contribution.delta, weight)
         self.progress.encode_s = time.perf_counter() - started
         return OfferedWindow(

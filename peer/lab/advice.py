@@ -35,7 +35,7 @@ LOSS_BY_TOKENS = 0.137
 """Loss falls with tokens to this power, which gives the cost of idle time: data-parallel training
 of 0.93M parameters ends at 1.455 after 2.5M tokens and at 1.158 after 13.1M
 (docs/benchmarks/outer.json)."""
-OUTER_KEYS = ("lr", "momentum")  # options with their own keys in RUN.toml
+OUTER_KEYS = ("lr", "momentum", "state")  # options with their own keys in RUN.toml
 COMPRESSION_KEYS = ("codec", "feedback")
 TUNED = {*OUTER_KEYS, "feedback", "peers", "clip_norm"}  # options that rows of one kind differ in
 LEVEL = 1.005  # options whose losses are closer than this are ranked by traffic

@@ -51,7 +51,9 @@ class LedgerRecovery:
         recovery = Recovery(
             replica,
             _FromRoster(me=self.me, transport=self.transport, roster=self.roster, replica=replica),
-            genesis=lambda: replica.compute(replica.store.load_snapshot, 0),
+            genesis=lambda: replica.compute(
+                replica.store.load_snapshot, 0, replica.replay.memory_dtype
+            ),
             stall_s=STALL_S,
             on_event=lambda level, text: _log.log(LOGGING[level], clean(text)),
             on_progress=lambda what, left: _log.info("%s, %d to go", what, left),

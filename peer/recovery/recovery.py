@@ -470,7 +470,8 @@ class Recovery:
 
     async def _assembly(self, position: int, root: bytes, holders: Sequence[Source]) -> Assembly:
         replay = self._replica.replay
-        count = -(-snapshot_bytes(replay.layout, replay.memory_numel) // LEAF_BYTES)
+        length = snapshot_bytes(replay.layout, replay.memory_numel, replay.memory_dtype)
+        count = -(-length // LEAF_BYTES)
         for source in holders:
             with suppress(*FETCH_ERRORS):
                 digests = await source.leaf_digests(position, count)
@@ -480,6 +481,8 @@ class Recovery:
                     leaf_digests=digests,
                     root=root,
                     memory_numel=replay.memory_numel,
+                    memory_dtype=replay.memory_dtype,
+                    allocate=self._replica.allocate,
                 )
         raise NoDonor(f"no peer has the digests of snapshot {position}")
 

@@ -28,7 +28,7 @@ LEDGER_BODIES = 2  # of an entry that is applied, and of the next one that comes
 FP32 = 4  # bytes of a value
 # Measured with the smallest model, libraries included, which other processes may share.
 PEER_PROCESS_BYTES = 590 * 10**6
-LEDGER_PROCESS_BYTES = 450 * 10**6
+LEDGER_PROCESS_BYTES = 400 * 10**6
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +76,11 @@ class Resources:
     """Host memory of a peer that trains on its processor."""
     inner_memory: int
     """Model, gradients and inner state in it: on the GPU of a peer that has one."""
+    peer_state: int
+    """The common state and an update in it: with `--outer-state disk` in files instead."""
     coordinator_memory: int
+    coordinator_state: int
+    """The common state in it, likewise."""
     peer_disk: int
     """Kept by a peer."""
     peer_disk_free: int
@@ -107,7 +111,9 @@ def resources(
     return Resources(
         peer_memory=memory_bytes(method, weights, peers=peers, bodies=bodies),
         inner_memory=inner_bytes(weights),
+        peer_state=mapped_bytes(method, weights.layout),
         coordinator_memory=ledger_bytes(method, weights.layout, peers=peers, bodies=bodies),
+        coordinator_state=state + _beside(method, weights.layout),
         peer_disk=(1 + KEPT_SNAPSHOTS) * state
         + saved_bytes(method, weights)
         + max(needed, 1_000_000 * spec.round.log_mb),
@@ -122,17 +128,17 @@ def memory_bytes(method: Method, weights: Weights, *, peers: int, bodies: Sequen
     """Return the bytes of a peer that applies a round's result, which is when it takes the most.
 
     Beside the inner state there are the common state, the update, in whose place the next
-    parameters are put, the residual, its change, and the loss of the part that the peer owns; and
-    one vector for what rounds that begin again and the heap keep, as measured. A worker that does
-    not wait keeps what it handed in, and others what their method needs. Where an update does not
-    lie in the order of the parameters, or their memory is shared, they take memory of their own.
+    parameters are put, the residual, its change, and the loss of the part that the peer owns. A
+    worker that does not wait keeps what it handed in, and others what their method needs. Where an
+    update does not lie in the order of the parameters, or their memory is shared, they take memory
+    of their own.
     """
     numel, state = weights.layout.numel, state_bytes(method, weights.layout)
-    vectors = 2.0 + method.window_vectors
+    vectors = 1.0 + method.window_vectors
     vectors += 2 + 1 / max(1, peers) if method.residual > 0 else 0
     vectors += 1 if method.rank else 0  # the input of the factors
     vectors += 1 if method.hidden_steps(1) or method.reduction == "pairs" else 0
-    beside = 0 if _is_overwritten(method) else state
+    beside = _beside(method, weights.layout)
     frames = (peers if method.reduction == "gather" else PEER_BODIES) * sum(bodies)
     vector_bytes = round(FP32 * numel * vectors) + state + beside
     return PEER_PROCESS_BYTES + inner_bytes(weights) + vector_bytes + frames
@@ -143,8 +149,18 @@ def ledger_bytes(method: Method, layout: Layout, *, peers: int, bodies: Sequence
     state = state_bytes(method, layout)
     copies = LEDGER_BODIES * (peers if method.reduction == "gather" else 1)
     # An update that moves each value apart is applied while it is decoded, in place.
-    beside = 0 if _is_overwritten(method) else state + FP32 * layout.numel
+    beside = 0 if _is_overwritten(method) else _beside(method, layout) + FP32 * layout.numel
     return LEDGER_PROCESS_BYTES + state + beside + copies * max(bodies)
+
+
+def mapped_bytes(method: Method, layout: Layout) -> int:
+    """Return the bytes of a peer's state, and of the update in whose place the next one lies."""
+    return state_bytes(method, layout) + _beside(method, layout) + FP32 * layout.numel
+
+
+def _beside(method: Method, layout: Layout) -> int:
+    """Return the bytes of the next state, if it takes memory of its own."""
+    return 0 if _is_overwritten(method) else state_bytes(method, layout)
 
 
 def _is_overwritten(method: Method) -> bool:
@@ -165,4 +181,4 @@ def saved_bytes(method: Method, weights: Weights) -> int:
 
 def state_bytes(method: Method, layout: Layout) -> int:
     """Return the bytes of the common state: parameters, and the outer step's memory."""
-    return FP32 * (layout.numel + method.memory_numel(layout))
+    return FP32 * layout.numel + method.memory_dtype.itemsize * method.memory_numel(layout)

@@ -13,6 +13,8 @@ from atoll.dht import verify
 from atoll.optim.log.entry import Claim, Entry, genesis_chain
 from atoll.optim.log.replica import Module, Replica
 from atoll.optim.log.store import LogStore
+from atoll.optim.methods import Method
+from atoll.optim.state import vectors
 from atoll.optim.state.outer_state import OuterState
 from atoll.peer.rounds.messages import PROTOCOL, Decided, Head
 from support import kit
@@ -21,8 +23,8 @@ RUN = b"r" * 32
 EVERY = 2
 
 
-def module(run_id: bytes = RUN) -> Module:
-    method = kit.SPEC.method()
+def module(run_id: bytes = RUN, method: Method | None = None) -> Module:
+    method = method or kit.SPEC.method()
     return Module(run_id=run_id, method=method, layout=kit.LAYOUT, snapshot_every=EVERY)
 
 
@@ -33,17 +35,22 @@ def open_replica(
     is_ledger: bool = True,
     run_id: bytes = RUN,
     resumes: bool = True,
+    method: Method | None = None,
+    allocate: vectors.Allocate = vectors.empty,
     **store: Any,
 ) -> Replica:
     """A replica that holds the first state, or what is stored in the folder, if it resumes."""
     genesis = kit.genesis()
+    if method is not None:
+        genesis = method.genesis(kit.LAYOUT, genesis.params_N)
     chain = genesis_chain(run_id, genesis.root())
     replica = Replica(
-        module(run_id),
+        module(run_id, method),
         LogStore(folder, run_id=run_id, genesis_chain=chain, **store),
         verify=verify,
         verify_run=partial(verify_run_key, keys.run_public_key),
         is_ledger=is_ledger,
+        allocate=allocate,
     )
     if not replica.store.snapshot_positions():
         replica.store.save_snapshot(genesis, chain)

@@ -37,6 +37,7 @@ from atoll.optim.log.replica import LiveReplica, Module, Recovered, RecoveryErro
 from atoll.optim.log.store import LogStore
 from atoll.optim.reduction.contribution import Offer, work_weight
 from atoll.optim.reduction.robust import Rule
+from atoll.optim.state import vectors
 from atoll.optim.state.layout import CELL, Layout
 from atoll.optim.state.outer_state import OuterState
 from atoll.peer.recovery.recovery import Recovery
@@ -134,6 +135,7 @@ class SwarmPeer:
     under_way: dict[int, Open] = field(default_factory=dict)
     """by fragment"""
     role: Literal["trainer", "keeper"] = "trainer"
+    allocate: vectors.Allocate = vectors.empty
     addresses: tuple[str, ...] = ()
     """announced in the roster; those at relays show a peer that nobody dials"""
     ballots: Ballots | None = None
@@ -162,6 +164,7 @@ class SwarmPeer:
             store,
             verify=verify,
             verify_run=verify_run,
+            allocate=self.allocate,
             clock=self.swarm.now,
         )
         self.replica = LiveReplica(core, compute=inline)

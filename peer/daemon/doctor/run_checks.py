@@ -18,7 +18,7 @@ from atoll.coordinator.run.addresses import split_address
 from atoll.coordinator.run.admission import AdmissionCheck
 from atoll.coordinator.run.invite import Invite
 from atoll.coordinator.run.status import CANNOT_REACH, RunStatus
-from atoll.coordinator.run.text import clean
+from atoll.coordinator.run.text import clean, size
 from atoll.dht.addresses import peer_of, relay_of
 from atoll.dht.identity import Identity, short
 from atoll.dht.measuring import PathRates, measure
@@ -26,7 +26,7 @@ from atoll.dht.node import Node
 from atoll.dht.roster import RosterError
 from atoll.dht.transport import TransportError
 from atoll.dht.upnp import Forwarding
-from atoll.peer.daemon.consent import round_bytes
+from atoll.peer.daemon.consent import NoRoom, expect_room, needs_of, round_bytes
 from atoll.peer.daemon.doctor.health import (
     Finding,
     Health,
@@ -45,6 +45,7 @@ from atoll.peer.daemon.doctor.health import (
 from atoll.peer.daemon.membership import StateDirectory, StateDirectoryInUse
 from atoll.peer.daemon.reach.reachability import probe
 from atoll.peer.paths import PeerPaths
+from atoll.peer.training.resources import Resources
 
 STEP_S = 20.0  # for one step, such as joining or a transfer
 CHECK_S = 120.0  # all steps that need the coordinator
@@ -105,6 +106,8 @@ async def _ask(
         joined = await client.join()
         status = await client.status()
     report(run_finding(status))
+    if joined.role != "keeper":
+        report(room_finding(needs_of(joined.spec, joined.layout), paths.root))
     report(clock_finding(joined.clock_offset_s))
     async with asyncio.timeout(STEP_S):
         forwarding = Forwarding()
@@ -126,6 +129,21 @@ async def _ask(
         report(link.finding(traffic))
     if not any(link.measured for link in links):
         await _time_transfer(client, report)
+
+
+def room_finding(needs: Resources, folder: Path) -> Finding:
+    """Judge whether the run fits into this machine."""
+    try:
+        expect_room(needs, folder)
+    except NoRoom as error:
+        fact, _, remedy = str(error).partition("; ")
+        return problem("room", fact, remedy)
+    disk = needs.peer_disk + needs.peer_disk_free
+    return ok(
+        "room",
+        f"the run needs {size(needs.peer_memory)} of memory, of which --outer-state disk moves "
+        f"{size(needs.peer_state)} to files, and {size(disk)} of disk",
+    )
 
 
 async def _time_transfer(client: CoordinatorClient, report: Report) -> None:

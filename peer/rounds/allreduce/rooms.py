@@ -62,15 +62,22 @@ def room_alone(count: int) -> Room:
 class Rooms:
     """The memory of one group's update."""
 
-    def __init__(self, values: Sequence[slice], most_bytes: Sequence[int]) -> None:
+    def __init__(
+        self,
+        values: Sequence[slice],
+        most_bytes: Sequence[int],
+        allocate: vectors.Allocate = vectors.empty,
+    ) -> None:
         """Divide it into parts.
 
         Args:
             values: of each part, within the update.
             most_bytes: length of the longest body of each part. If all of them are that long, they
                 lie in the buffer as they do in the entry's body. Empty: pieces are kept apart.
+            allocate: makes the vector of the values.
         """
         self._values = values
+        self._allocate = allocate
         self._starts = [0, *itertools.accumulate(most_bytes)]
         self._lock = threading.Lock()  # parts are reduced in several threads
         self._update_F: Tensor | None = None
@@ -89,7 +96,7 @@ class Rooms:
     def _values_of(self, part: int) -> Tensor:
         with self._lock:
             if self._update_F is None:
-                self._update_F = vectors.empty(self._values[-1].stop)
+                self._update_F = self._allocate(self._values[-1].stop)
         return self._update_F[self._values[part]]
 
     def _bytes_of(self, part: int) -> PartBytes:

@@ -178,7 +178,8 @@ class ExchangeState:
         ranges = [self.range_of(part) for part in range(len(self.group.parts))]
         # Gathered frames may be many times shorter than the longest.
         longest = () if self.cells.gathers else [each.max_bytes(1) for each in ranges]
-        rooms = Rooms([each.values for each in ranges], longest)
+        values = [each.values for each in ranges]
+        rooms = Rooms(values, longest, self.ctx.replica.allocate)
         return {part: rooms.room(part) for part in range(len(ranges))}
 
     def take_room(self, part: int) -> Room | None:

@@ -647,7 +647,8 @@ class Voter:
             return
         update_N = None
         if entry.kind == "update" and not self._decoded(entry):
-            update_N = await self._ctx.compute(self._ctx.replay.decode, entry, body)
+            ctx = self._ctx
+            update_N = await ctx.compute(ctx.replay.decode, entry, body, ctx.replica.allocate)
         self._verified[entry.digest] = update_N
 
     def _decoded(self, entry: Entry) -> list[Update]:

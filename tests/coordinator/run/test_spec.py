@@ -3,6 +3,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -251,7 +252,8 @@ def test_digests_that_fit_nothing_are_refused(section: dict[str, Any], told: str
 
 
 @pytest.mark.parametrize(
-    ("section", "key", "value"), [("data", "packing", "documents"), ("inner", "state", "8bit")]
+    ("section", "key", "value"),
+    [("data", "packing", "documents"), ("inner", "state", "8bit"), ("outer", "state", "bf16")],
 )
 def test_a_later_setting_is_part_of_the_run_only_if_it_is_made(
     section: str, key: str, value: str
@@ -269,6 +271,18 @@ def test_liars_are_tolerated_only_among_keepers() -> None:
     assert RunSpec.from_json(spec.canonical()) == spec
     assert b"trust" not in RunSpec().canonical()
     assert spec.round.min_keepers == 4
+
+
+def test_the_format_of_the_outer_momentum_is_the_methods() -> None:
+    spec = RunSpec.from_toml('[outer]\nmethod = "streaming(count=2)"\nstate = "bf16"\n')
+    assert spec.method().memory_dtype == torch.bfloat16
+    assert run_id(spec, b"k" * 32) != run_id(RunSpec.from_toml("[outer]\n"), b"k" * 32)
+    for method in ("sparseloco", "noloco", "ddp"):
+        text = f'[outer]\nmethod = "{method}"\nstate = "bf16"\ninner_steps = 1\n'
+        with pytest.raises(SpecError, match=rf"outer.state: .*, and '{method}' has none"):
+            RunSpec.from_toml(text)
+    with pytest.raises(SpecError, match=r"set state as outer\.state"):
+        RunSpec.from_toml('[outer]\nmethod = "diloco(state=bf16)"\n')
 
 
 def test_nobody_votes_by_gossip() -> None:

@@ -5,6 +5,7 @@ import torch
 
 from atoll.optim.log.replica import Replay
 from atoll.optim.methods import parse
+from atoll.optim.state import halves
 from atoll.optim.state.layout import Layout
 from atoll.optim.state.outer_state import OuterState, StateGone
 
@@ -15,7 +16,8 @@ LAYOUT = Layout(names=NAMES, shapes=((300, 400), (70_000,), (64, 2_000), (1_000,
 def state_of(replay, seed=0):
     generator = torch.Generator().manual_seed(seed)
     params_N = torch.randn(LAYOUT.numel, generator=generator)
-    memory_M = torch.randn(replay.memory_numel, generator=generator)
+    memory_M = torch.empty(replay.memory_numel, dtype=replay.memory_dtype)
+    halves.store_(memory_M, torch.randn(replay.memory_numel, generator=generator))
     return OuterState.genesis(LAYOUT, params_N, memory_M)
 
 
@@ -25,7 +27,18 @@ def update_of(fragment):
 
 @pytest.mark.parametrize(
     "spec",
-    ["diloco", "diloco(count=2)", "diloco(codec=dct)", "streaming(count=2, tau=1)", "co2", "demo"],
+    [
+        "diloco",
+        "diloco(count=2)",
+        "diloco(codec=dct)",
+        "streaming(count=2, tau=1)",
+        "co2",
+        "demo",
+        "diloco(state=bf16)",
+        "diloco(codec=dct, state=bf16)",
+        "streaming(count=2, tau=1, state=bf16)",
+        "co2(state=bf16)",
+    ],
 )
 @pytest.mark.parametrize("params", [False, True])
 def test_the_next_state_has_the_same_bits(spec, params):
@@ -77,7 +90,9 @@ def test_a_state_that_gave_way_has_only_its_digests():
         other.root()
 
 
-@pytest.mark.parametrize("spec", ["diloco", "diloco(count=2)", "co2", "muloco"])
+@pytest.mark.parametrize(
+    "spec", ["diloco", "diloco(count=2)", "co2", "muloco", "diloco(count=2, state=bf16)"]
+)
 def test_pieces_one_after_another_give_the_same_bits(spec):
     replay = Replay(parse(spec), LAYOUT)
     for fragment in replay.fragments:

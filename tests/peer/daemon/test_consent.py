@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from atoll.coordinator.run.spec import RunSpec
+from atoll.optim.state import mapped
 from atoll.optim.state.layout import Layout
 from atoll.peer.cli import main as cli
 from atoll.peer.cli import peer as command
@@ -23,6 +24,7 @@ from atoll.peer.daemon.consent import (
     Consent,
     ConsentMissing,
     Declined,
+    NoOuterState,
     NoRoom,
     needs_of,
     request_of,
@@ -82,7 +84,7 @@ def test_the_owner_sees_what_the_run_asks_for(tmp_path):
         "data: the source code of Python's standard library, on this machine",
         "tokenizer: bytes, built in",
         "method: diloco, 30 steps a round",
-        "memory: about 1.08 GB, of which a GPU takes 172 MB, and that of the model's activations",
+        "memory: about 1.04 GB, of which a GPU takes 172 MB, and that of the model's activations",
         "disk: about 1.07 GB, and 300 MB free beside it",
         "traffic: about 21.8 MB each way per round of 30 steps; 31.4 GB a day at one round a "
         "minute",
@@ -107,6 +109,35 @@ def test_a_run_that_cannot_fit_is_refused_before_the_owner_is_asked(tmp_path, mo
     (tmp_path / "log" / "log.sqlite").write_bytes(bytes(100))  # what is there is its own
     owner.admit(run)
     assert owner.asked == 1
+
+
+def test_a_state_on_the_disk_fits_where_one_in_memory_does_not(tmp_path, monkeypatch):
+    monkeypatch.setattr(mapped, "IN_MEMORY", ())  # the tests' folder may lie there
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    run = membership_of(model={"preset": "mini"})
+    needs = needs_of(run.spec, run.layout)
+    there = SimpleNamespace(total=needs.peer_memory - needs.peer_state)
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: there)
+    with pytest.raises(NoRoom, match="keep the outer state in files with --outer-state disk, or"):
+        Owner(tmp_path).admit(run)
+    owner = Owner(tmp_path, state_on_disk=True)
+    owner.admit(run)
+    assert "outer state: on the disk, 129 MB of that memory" in owner.shown
+    needed = needs.peer_disk + needs.peer_disk_free + needs.peer_state
+    disk = SimpleNamespace(free=needed - 100)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: disk)
+    with pytest.raises(NoRoom, match="of disk, and"):
+        Owner(tmp_path / "other", state_on_disk=True).admit(run)
+
+
+def test_a_state_on_the_disk_needs_a_log_and_a_disk(tmp_path, monkeypatch):
+    owner = Owner(tmp_path, state_on_disk=True)
+    monkeypatch.setattr(mapped, "file_system_of", lambda folder: "tmpfs")
+    with pytest.raises(mapped.NotOnDisk, match="choose a folder on a disk with --state-dir"):
+        owner.admit(membership_of())
+    with pytest.raises(NoOuterState, match="is for runs with a log, and noloco has none; omit it"):
+        owner.admit(membership_of(outer={"method": "noloco"}))
+    assert owner.asked == 0
 
 
 def test_what_is_asked_for_is_what_the_plan_says():

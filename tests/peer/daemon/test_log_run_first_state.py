@@ -35,7 +35,7 @@ def test_the_first_state_is_fetched_only_if_it_cannot_be_built(make_first, root,
     async def compute(work, *arguments):
         return work(*arguments)
 
-    async def fetch_state(memory_numel, position):
+    async def fetch_state(memory_numel, position, *, memory_dtype):
         fetched.append(position)
         return THEIRS
 
@@ -47,7 +47,8 @@ def test_the_first_state_is_fetched_only_if_it_cannot_be_built(make_first, root,
         module="",
         enrolment=types.SimpleNamespace(membership=types.SimpleNamespace(genesis_root=root)),
     )
-    run = types.SimpleNamespace(_env=env, _replay=types.SimpleNamespace(memory_numel=4))
+    replay = types.SimpleNamespace(memory_numel=4, memory_dtype=torch.float32)
+    run = types.SimpleNamespace(_env=env, _replay=replay)
     state = asyncio.run(LogRun._genesis(run))
     assert state.root() == root
     assert fetched == [0] * fetches

@@ -8,6 +8,7 @@ from atoll.compression.registry import names
 from atoll.dht.testing.virtualtime import run_virtual
 from atoll.optim.log.entry import Entry
 from atoll.optim.reduction.lowrank import LowRankCells
+from atoll.optim.state import mapped
 from atoll.optim.state.layout import Layout
 from atoll.optim.state.updates import dense
 from support.swarm import Swarm
@@ -43,6 +44,9 @@ CODECS = (
 )
 METHODS = (
     "diloco",
+    "diloco(state=bf16)",
+    "streaming(count=2, state=bf16)",
+    "diloco(state=bf16, codec=powersgd(rank=1))",
     "streaming(count=2)",
     "eager",
     "co2",
@@ -133,6 +137,34 @@ def test_a_joiner_takes_all_that_the_outer_step_remembers(tmp_path, method):
         await swarm.stop()
 
     run_virtual(scenario())
+
+
+@pytest.mark.parametrize(
+    "method", ["diloco", "streaming(count=2, state=bf16)", "diloco(codec=dct)"]
+)
+def test_states_in_memory_and_on_a_disk_have_the_same_bits(tmp_path, method, monkeypatch):
+    monkeypatch.setattr(mapped, "IN_MEMORY", ())  # the tests' folder may lie there
+    made = []
+
+    def empty(numel, dtype=torch.float32):
+        made.append(numel)
+        return mapped.MappedVectors(tmp_path / "mapped").empty(numel, dtype)
+
+    async def scenario():
+        swarm = Swarm(tmp_path, layout=LAYOUT, method=method, codec=None, body_budget_bytes=1)
+        on_disk = swarm.add(allocate=empty)
+        await swarm.begin([on_disk, swarm.add()])
+        await swarm.until(lambda: all(p.replica.position >= 7 for p in swarm.peers))
+        joiners = [swarm.add(allocate=empty), swarm.add()]
+        for joiner in joiners:
+            await joiner.start()
+            assert joiner.recovered.snapshot_position >= 4
+        await swarm.until(lambda: len({p.replica.position for p in swarm.peers}) == 1)
+        assert swarm.same_bits(swarm.peers)
+        await swarm.stop()
+
+    run_virtual(scenario())
+    assert len(made) > 4
 
 
 def test_what_is_gathered_is_the_mean_of_what_was_sent(tmp_path):

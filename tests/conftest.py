@@ -30,7 +30,9 @@ signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the backgro
 
 def pytest_addoption(parser):
     parser.addoption(
-        "--exhaustive", action="store_true", help="also the tests that take minutes each"
+        "--exhaustive",
+        action="store_true",
+        help="also variants of the others, and tests that take minutes each",
     )
 
 
@@ -55,8 +57,7 @@ def pytest_collection_modifyitems(config, items):
 
 
 def pytest_collection_finish(session):
-    gc.collect()
-    gc.freeze()
+    gc.freeze()  # without a collection, which takes longer than what it would find is worth
     gc.enable()
 
 

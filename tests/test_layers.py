@@ -4,6 +4,7 @@ Inside these layers the rooms have one order too: `ROOMS`.
 """
 
 import ast
+import functools
 from collections import defaultdict
 from pathlib import Path
 
@@ -76,8 +77,13 @@ def room(name):
     return max(fitting, key=len)
 
 
+@functools.cache
 def imports(source):
     """Every dotted name that a module imports, wherever in it; `from a import b` gives a.b."""
+    return tuple(imported(source))
+
+
+def imported(source):
     for node in ast.walk(parsed(source)):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)

@@ -15,6 +15,7 @@ from atoll.dht.testing.wan import WanLab, WanLink
 
 pytestmark = [
     pytest.mark.slow,
+    pytest.mark.exhaustive,  # the same routers, without runs: tests/dht/test_punching.py
     pytest.mark.timeout(240),
     pytest.mark.skipif(
         os.geteuid() != 0 or not Path("/dev/net/tun").exists(), reason="needs root and /dev/net/tun"
@@ -68,7 +69,6 @@ def newest(folder):
 
 
 @pytest.mark.timeout(480)
-@pytest.mark.exhaustive  # minutes: six processes at links of the lab, and two deadlines to pass
 def test_a_run_at_one_port_outlasts_a_move_and_the_death_of_a_relay(tmp_path):
     """Two peers are behind routers between which no hole works; the third relays for them."""
     invite, children = tmp_path / "invite", {}

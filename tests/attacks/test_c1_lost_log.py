@@ -101,10 +101,10 @@ def donor_of(folder: Path, net: kit.Net) -> Replica:
 @pytest.mark.parametrize(
     ("lost", "knows"),  # of the log, and beside it
     [
-        ("log", "number"),
+        pytest.param("log", "number", marks=pytest.mark.exhaustive),
         ("empty", "history"),
         ("all but the keys", "nothing"),  # as they come back from a backup
-        pytest.param("log", "nothing", marks=pytest.mark.exhaustive),
+        ("log", "nothing"),
         pytest.param("log/log.sqlite", "history", marks=pytest.mark.exhaustive),
         pytest.param("empty", "number", marks=pytest.mark.exhaustive),
     ],

@@ -54,7 +54,12 @@ def test_nine_keys_with_heartbeats_alone_open_no_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "answers", ["fits", "another log", pytest.param(None, marks=pytest.mark.exhaustive)]
+    "answers",
+    [
+        "another log",
+        pytest.param("fits", marks=pytest.mark.exhaustive),
+        pytest.param(None, marks=pytest.mark.exhaustive),
+    ],
 )
 def test_a_later_epoch_is_for_those_in_the_log_or_with_a_log(
     tmp_path: Path, answers: str | None

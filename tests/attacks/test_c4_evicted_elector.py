@@ -11,7 +11,7 @@ from atoll.peer.rounds.conduct import Conduct, Fault
 from support.attackers import evict, stay
 from support.swarm import Swarm, SwarmPeer, reached, run_swarm
 
-LONG_S = 60.0
+LONG_S = 40.0
 
 
 def votes(peers: list[SwarmPeer], name: str) -> bool:

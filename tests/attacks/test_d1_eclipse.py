@@ -173,6 +173,7 @@ def test_an_answer_has_at_most_32_records_and_bad_ones_spoil_nothing():
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive  # the nodes alone do the same in the first test
 def test_rounds_joiners_and_restarts_work_although_the_dht_is_eclipsed(tmp_path, monkeypatch):
     """Real peers with a real coordinator; every store is swallowed and every search finds none."""
 

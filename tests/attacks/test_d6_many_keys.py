@@ -10,12 +10,13 @@ from atoll.dht import clock
 from atoll.dht import roster as rosters
 from atoll.dht.identity import Identity
 from atoll.dht.refusals import RefusalCode
-from atoll.dht.roster import MAX_ASKS, DhtRoster, PeerRecord, sign_record
+from atoll.dht.roster import MAX_ASKS, DhtRoster, sign_record
 from atoll.dht.transport import Refused
 from atoll.optim.log.entry import Elector
 from atoll.peer.rounds.consensus.leader import MAX_BEGUN, MAX_PROBED, Leadership
 from atoll.peer.rounds.consensus.round import leader_of
 from support.greedy import report_and_live
+from support.records import record_of
 from support.swarm import reached, ready_of, run_swarm
 
 RUN = "run"
@@ -28,20 +29,7 @@ def roster(identity):
 
 
 def signed(identity, lasts_s):
-    record = PeerRecord(
-        peer_id=identity.peer_id,
-        addresses=(),
-        incarnation="0" * 32,
-        role="trainer",
-        epoch=0,
-        position=0,
-        tokens_per_s=0.0,
-        uplink_mbit_s=0.0,
-        downlink_mbit_s=0.0,
-        ready_in_s=0.0,
-        protocol=1,
-        expires_at=clock.now_s() + lasts_s,
-    )
+    record = record_of(identity.peer_id, expires_at=clock.now_s() + lasts_s)
     return sign_record(record, identity, run_id=RUN, credential=b"")
 
 

@@ -6,7 +6,15 @@ from support.greedy import join_s, trickle
 from support.swarm import claim, reached, run_swarm
 
 
-@pytest.mark.parametrize("what", ["headers", "digests", "leaves", "body"])
+@pytest.mark.parametrize(
+    "what",
+    [
+        "headers",
+        "body",
+        pytest.param("digests", marks=pytest.mark.exhaustive),
+        pytest.param("leaves", marks=pytest.mark.exhaustive),
+    ],
+)
 def test_a_joiner_waits_for_no_trickling_donor(tmp_path, monkeypatch, what):
     async def scenario(swarm):
         peers = await swarm.start(4)

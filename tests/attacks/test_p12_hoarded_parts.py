@@ -47,7 +47,7 @@ async def code_of(stream):
     return refusal.value.code
 
 
-@pytest.mark.parametrize("ahead", [2, 10**6])
+@pytest.mark.parametrize("ahead", [2, pytest.param(10**6, marks=pytest.mark.exhaustive)])
 def test_codes_of_far_positions_are_refused_at_once(tmp_path, ahead):
     async def attack(owner, _, liar):
         assert owner.replica.position + ahead > furthest_upfront(owner.ctx)

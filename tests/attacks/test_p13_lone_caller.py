@@ -10,7 +10,9 @@ from support.swarm import reached, run_swarm
 WINDOW_S = 30.0  # far longer than a leader waits for others once somebody has called it
 
 
-@pytest.mark.parametrize("electors", ["members", "keepers"])
+@pytest.mark.parametrize(
+    "electors", ["members", pytest.param("keepers", marks=pytest.mark.exhaustive)]
+)
 def test_a_lone_caller_ends_no_round_that_others_wait_for(tmp_path, electors):
     """Else each leader that it calls prepares a term, far beyond those that others come to."""
 

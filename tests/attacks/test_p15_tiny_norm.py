@@ -135,7 +135,7 @@ def test_each_fragment_has_a_norm_of_its_own():
     assert [now.norm(fragment) for fragment in range(4)] == [1.0, 0.0, 3.0, 0.0]
 
 
-@pytest.mark.parametrize("count", [2, 4])
+@pytest.mark.parametrize("count", [2, pytest.param(4, marks=pytest.mark.exhaustive)])
 def test_a_run_learns_from_the_other_half(tmp_path, monkeypatch, count):
     async def scenario(swarm):
         peers = await swarm.start(count)

@@ -52,7 +52,7 @@ def test_leaders_whose_terms_a_liar_ends_are_not_passed_over(tmp_path, monkeypat
 @pytest.mark.parametrize(
     ("count", "asks"),
     [
-        (4, True),
+        pytest.param(4, True, marks=pytest.mark.exhaustive),
         (3, True),  # of three, none may lie: its own word has to be left out
         (4, False),  # a proposal shows no promises
     ],

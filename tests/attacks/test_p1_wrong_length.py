@@ -8,7 +8,7 @@ from support.attackers import report
 from support.swarm import reached, run_swarm
 
 
-@pytest.mark.parametrize("error", [1, -1])
+@pytest.mark.parametrize("error", [1, pytest.param(-1, marks=pytest.mark.exhaustive)])
 def test_no_leader_is_blamed_for_the_length_that_an_owner_named(tmp_path, monkeypatch, error):
     async def scenario(swarm):
         peers = await swarm.start(4)

@@ -17,7 +17,10 @@ def log_of(peer):
     return [Entry.decode(peer.replica.store.get(p).entry) for p in range(position)]
 
 
-@pytest.mark.parametrize("count", [3, 1], ids=["all", "one"])
+@pytest.mark.parametrize(
+    "count",
+    [pytest.param(3, id="all"), pytest.param(1, id="one", marks=pytest.mark.exhaustive)],
+)
 def test_a_leader_that_drops_electors_that_answer_gets_no_votes(tmp_path, monkeypatch, count):
     async def scenario(swarm):
         peers = await swarm.start(4)

@@ -42,7 +42,16 @@ def named(liar, ask, accepted_attempt=0, **changes):
     return Promise(attempt=ask.attempt, accepted_attempt=accepted_attempt, entry=entry)
 
 
-@pytest.mark.parametrize("lie", [noise, bomb, of_another_place, of_a_later_ballot, without_reports])
+@pytest.mark.parametrize(
+    "lie",
+    [
+        bomb,
+        of_another_place,
+        without_reports,
+        pytest.param(noise, marks=pytest.mark.exhaustive),
+        pytest.param(of_a_later_ballot, marks=pytest.mark.exhaustive),
+    ],
+)
 def test_a_promise_of_what_cannot_be_proposed_counts_for_nothing(tmp_path, monkeypatch, lie):
     """The liar leads in silence, and its promise is the first that the next leader gets."""
     prepare = Voter._prepare

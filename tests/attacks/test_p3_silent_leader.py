@@ -21,13 +21,12 @@ def test_a_run_goes_on_under_the_next_leader(tmp_path, monkeypatch, step):
         liar, honest = peers[3], peers[:3]
         stop_at(monkeypatch, liar.ctx.me, step)
         longest_s, led = 0.0, 0
-        for _ in range(12):
+        while not led:
             at, began_s = min(p.replica.position for p in honest), swarm.now()
             order = honest[0].replica.electorate
             led += leaders.leader_of(order, at, 0) == liar.ctx.me
             await swarm.until(lambda at=at: reached(honest, at + 1), timeout_s=300.0)
             longest_s = max(longest_s, swarm.now() - began_s)
-        assert led > 0, "the liar led no position"
         assert longest_s < 2 * PATIENCE_S
         assert swarm.same_bits(honest)
 
@@ -63,8 +62,8 @@ def test_nobody_joins_a_group_of_longer_times_than_the_run_s(tmp_path, monkeypat
 @pytest.mark.parametrize(
     ("electors", "trust"),
     [
-        ("members", "crash"),
         ("keepers", "byzantine"),
+        pytest.param("members", "crash", marks=pytest.mark.exhaustive),
         pytest.param("keepers", "crash", marks=pytest.mark.exhaustive),
     ],
 )

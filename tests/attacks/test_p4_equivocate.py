@@ -12,7 +12,7 @@ from support.attackers import equivocate
 from support.swarm import SwarmPeer, reached, run_swarm, signed_epoch
 
 
-@pytest.mark.parametrize("count", [3, 4, 5])
+@pytest.mark.parametrize("count", [3, 5, pytest.param(4, marks=pytest.mark.exhaustive)])
 def test_a_leader_that_proposes_two_entries_is_out_for_good(tmp_path, monkeypatch, count):
     async def scenario(swarm):
         peers = await swarm.start(count)

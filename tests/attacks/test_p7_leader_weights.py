@@ -31,7 +31,13 @@ LIES = {
 
 @pytest.mark.parametrize(
     ("lie", "members_look"),
-    [(lie, False) for lie in LIES] + [("weight", True)],
+    [
+        ("weight", True),
+        ("norm", False),
+        ("clip", False),
+        pytest.param("weight", False, marks=pytest.mark.exhaustive),
+        pytest.param("tokens", False, marks=pytest.mark.exhaustive),
+    ],
     ids=lambda value: {True: "members look", False: "voters alone"}.get(value, value),
 )
 def test_no_entry_carries_a_number_that_a_member_did_not_sign(

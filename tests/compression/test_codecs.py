@@ -91,9 +91,26 @@ def test_unusual_inputs(spec, make):
 
 
 @pytest.mark.parametrize("spec", SPECS)
-@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
-@pytest.mark.parametrize("numel", [1, 300, 70_000])
-def test_not_finite_input_is_refused(spec, bad, numel):
+@pytest.mark.parametrize(
+    ("numel", "bad"),
+    [
+        (1, float("nan")),
+        (300, float("-inf")),
+        (70_000, float("inf")),
+        (70_000, float("nan")),
+        *(
+            pytest.param(numel, float(bad), marks=pytest.mark.exhaustive)
+            for numel, bad in (
+                (1, "inf"),
+                (1, "-inf"),
+                (300, "nan"),
+                (300, "inf"),
+                (70_000, "-inf"),
+            )
+        ),
+    ],
+)
+def test_not_finite_input_is_refused(spec, numel, bad):
     x = torch.randn(numel)
     x[numel // 2] = bad
     with pytest.raises(CodecError):
@@ -205,7 +222,7 @@ def test_newer_version_is_refused_by_name():
 
 
 @pytest.mark.parametrize("spec", SPECS)
-@hypothesis.settings(max_examples=40)
+@hypothesis.settings(max_examples=20)
 @hypothesis.given(data=st.data())
 def test_resealed_rubbish_is_refused_or_finite(spec, data):
     codec = parse(spec)
@@ -337,12 +354,12 @@ def test_every_contractive_codec_has_a_bound_of_its_residual():
 
 @pytest.mark.parametrize("spec", RESIDUAL_BOUNDS)
 def test_feedback_conserves_the_sum_and_bounds_the_residual(spec):
-    """300 rounds at decay 1: inputs = decoded + residual, and the residual is bounded."""
+    """100 rounds at decay 1: inputs = decoded + residual, and the residual is bounded."""
     codec = parse(spec)
     numel, generator = 512, torch.Generator().manual_seed(1)
     residual, sent, total = (torch.zeros(numel, dtype=torch.float64) for _ in range(3))
     largest = 0.0
-    for _ in range(300):
+    for _ in range(100):
         x = torch.randn(numel, generator=generator)
         carried = x + residual.float()
         decoded = codec.decode(codec.encode(carried), numel)

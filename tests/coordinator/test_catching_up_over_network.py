@@ -16,7 +16,8 @@ from atoll.peer.training.opening import build_model
 from atoll.peer.training.permission import Allowed
 from support import organiser
 
-pytestmark = pytest.mark.slow
+# In memory: test_catching_up.py.
+pytestmark = [pytest.mark.slow, pytest.mark.exhaustive]
 
 CUSTOM = "away_model:build"
 MODEL = """

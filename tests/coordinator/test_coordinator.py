@@ -106,7 +106,10 @@ def test_each_epoch_of_a_stalled_run_begins_with_another_leader(kit: Any, tmp_pa
     kit.run(main())
 
 
-@pytest.mark.parametrize(("restarted", "waits_s"), [(2, STALL_S), (1, 3 * 300.0)])
+@pytest.mark.parametrize(
+    ("restarted", "waits_s"),
+    [(2, STALL_S), pytest.param(1, 3 * 300.0, marks=pytest.mark.exhaustive)],
+)
 def test_a_lost_quorum_waits_for_no_window(
     kit: Any, tmp_path: Path, restarted: int, waits_s: float
 ) -> None:

@@ -258,6 +258,7 @@ def test_strangers_are_not_relayed():
     run(main)
 
 
+@pytest.mark.exhaustive  # without p2pd: the two tests after it
 def test_a_relay_keeps_to_its_bandwidth():
     async def main():
         async with ends(relay_mbit_s=8.0) as (_, a, b):
@@ -348,6 +349,7 @@ def test_a_slow_answer_closes_no_connection(monkeypatch):
     run(main)
 
 
+@pytest.mark.exhaustive
 def test_a_relay_doubts_a_peer_that_does_not_answer(monkeypatch):
     monkeypatch.setattr(libp2p, "PING_S", 0.3)
     monkeypatch.setattr(relaying, "JOIN_S", 0.3)
@@ -405,6 +407,7 @@ def test_a_call_that_its_relay_cuts_off_is_made_once_more():
     run(main)
 
 
+@pytest.mark.exhaustive  # a silent one: the next test
 def test_a_stream_whose_relay_dies_in_the_handshake_goes_through_the_next(monkeypatch):
     """The leader that it led to was taken for unreachable, and the round took 22 s."""
 
@@ -638,6 +641,7 @@ def test_a_relay_that_begins_no_tls_uses_up_nobody_elses_streams(monkeypatch):
     run(main)
 
 
+@pytest.mark.exhaustive
 def test_a_relay_itself_uses_the_connection_that_a_peer_dialed():
     async def main():
         async with ends(2) as (relay, a, b):

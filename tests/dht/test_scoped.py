@@ -5,12 +5,12 @@ import asyncio
 import pytest
 
 from atoll.dht.refusals import RefusalCode
-from atoll.dht.roster import PeerRecord
 from atoll.dht.scoped import roster_of, transport_of
 from atoll.dht.testing.memory import MemoryNetwork
 from atoll.dht.testing.roster import MemoryBoard
 from atoll.dht.testing.virtualtime import run_virtual
 from atoll.dht.transport import Refused
+from support.records import record_of
 
 
 async def echo(remote, body):
@@ -48,20 +48,7 @@ def test_calls_and_streams_reach_the_same_module_alone():
 
 
 def record(peer_id, module):
-    return PeerRecord(
-        peer_id=peer_id,
-        addresses=(),
-        incarnation="0" * 32,
-        role="trainer",
-        epoch=0,
-        position=0,
-        tokens_per_s=0.0,
-        uplink_mbit_s=0.0,
-        downlink_mbit_s=0.0,
-        ready_in_s=0.0,
-        protocol=1,
-        module=module,
-    )
+    return record_of(peer_id, module=module)
 
 
 def test_a_modules_roster_holds_its_own_peers():

@@ -13,7 +13,6 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from torch import Tensor
 
 from atoll.dht.identity import Identity
-from atoll.dht.roster import PeerRecord
 from atoll.dht.tasks import end
 from atoll.dht.testing import MemoryBoard
 from atoll.dht.testing.memory import MemoryNetwork, run_virtual
@@ -28,6 +27,7 @@ from atoll.peer.gossip.context import GossipContext
 from atoll.peer.gossip.engine import Gossip, GossipSettled
 from atoll.peer.gossip.meeting import GossipWindow
 from atoll.peer.rounds.context import RoundSettings
+from support.records import record_of
 from support.swarm import bury
 
 RUN_ID = b"g" * 32
@@ -112,18 +112,12 @@ class CrowdPeer:
         ]
 
     async def _publish(self) -> None:
-        record = PeerRecord(
-            peer_id=self.peer_id,
-            addresses=(),
+        record = record_of(
+            self.peer_id,
             incarnation=self.incarnation,
-            role="trainer",
-            epoch=0,
             position=self.position,
-            tokens_per_s=0.0,
             uplink_mbit_s=100.0,
             downlink_mbit_s=100.0,
-            ready_in_s=0.0,
-            protocol=1,
         )
         await self.roster.publish(record, ttl_s=20.0)
 

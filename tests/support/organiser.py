@@ -104,5 +104,5 @@ def until(condition, what: str, timeout_s: float = DEADLINE_S):
         found = condition()
         if found:
             return found
-        time.sleep(0.05)
+        time.sleep(0.1)
     raise AssertionError(f"expected {what} within {timeout_s:.0f} s")

@@ -150,6 +150,18 @@ METHODS = (
 )
 """Every method with a common state; codecs of every kind of frame."""
 
+MOST_METHODS = (
+    "diloco(lr=0.7, momentum=0.9)",
+    "diloco(codec=int4, count=2)",
+    "streaming(count=2, tau=1)",
+    "sparseloco(merge=select, tau=1)",
+    "eager(codec=int8, peers=2)",
+    "ddp(codec=powersgd(rank=2))",
+    "demo(codec=dct(k=8))",
+    "dlion",
+)
+"""Of these, every way to reduce."""
+
 
 class Peer:
     """A peer of one process in a group of this process."""
@@ -280,8 +292,8 @@ def loaded(path: Path) -> dict:
     return torch.load(path, weights_only=False)
 
 
-def every_method() -> None:
-    for spec in METHODS:
+def with_methods(specs: Sequence[str]) -> None:
+    for spec in specs:
         beside_one_process(spec)
 
 
@@ -293,11 +305,8 @@ def some_methods() -> None:
         beside_one_process("eager(codec=int8, peers=2)", dtype=torch.bfloat16)
 
 
-def train_and_save(specs: Sequence[str], steps: range, folder: Path) -> None:
-    for number, spec in enumerate(specs):
-        own = folder / str(number)
-        own.mkdir(exist_ok=True)
-        beside_one_process(spec, steps=steps, folder=own)
+def train_and_save(spec: str, steps: range, folder: Path) -> None:
+    beside_one_process(spec, steps=steps, folder=folder)
 
 
 # Faults

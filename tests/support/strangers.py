@@ -14,7 +14,8 @@ from atoll.dht.bindings import DHTID, P2P
 from atoll.dht.identity import Identity
 from atoll.dht.node import Node
 from atoll.dht.p2pd import P2pd, P2pdOptions
-from atoll.dht.roster import PeerRecord, roster_key, sign_record
+from atoll.dht.roster import roster_key, sign_record
+from support.records import record_of
 
 RUN = b"r" * 32
 KEY = Ed25519PrivateKey.generate()
@@ -66,19 +67,8 @@ async def stranger(address):
 
 
 def record(peer_id, addresses=("/ip4/127.0.0.1/tcp/1",), lasts_s=60.0):
-    return PeerRecord(
-        peer_id=peer_id,
-        addresses=tuple(addresses),
-        incarnation="0" * 32,
-        role="trainer",
-        epoch=0,
-        position=0,
-        tokens_per_s=0.0,
-        uplink_mbit_s=0.0,
-        downlink_mbit_s=0.0,
-        ready_in_s=0.0,
-        protocol=6,
-        expires_at=clock.now_s() + lasts_s,
+    return record_of(
+        peer_id, addresses=tuple(addresses), protocol=6, expires_at=clock.now_s() + lasts_s
     )
 
 

@@ -17,7 +17,6 @@ from torch import Tensor
 from atoll.compression import parse
 from atoll.coordinator.run.levels import Level
 from atoll.dht.identity import Identity, verify
-from atoll.dht.roster import PeerRecord
 from atoll.dht.tasks import end
 from atoll.dht.testing import MemoryBoard
 from atoll.dht.testing.memory import MemoryNetwork, run_virtual
@@ -47,6 +46,7 @@ from atoll.peer.rounds.consensus.round import Ballots
 from atoll.peer.rounds.context import Context, RoundSettings
 from atoll.peer.rounds.engine import Rounds, Settled
 from atoll.peer.rounds.messages import PROTOCOL, READY, Ready, Report, report_payload, tagged
+from support.records import record_of
 
 T = TypeVar("T")
 
@@ -240,18 +240,13 @@ class SwarmPeer:
     async def start(self, record: bytes | None = None) -> None:
         self.rounds.serve()
         await self.roster.publish(
-            PeerRecord(
-                peer_id=self.identity.peer_id,
+            record_of(
+                self.identity.peer_id,
                 addresses=self.addresses,
                 incarnation=self.incarnation,
                 role=self.role,
-                epoch=0,
-                position=0,
-                tokens_per_s=0.0,
                 uplink_mbit_s=100.0,
                 downlink_mbit_s=100.0,
-                ready_in_s=0.0,
-                protocol=1,
             ),
             ttl_s=3600.0,
         )

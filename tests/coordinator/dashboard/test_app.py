@@ -140,7 +140,7 @@ def test_rows_are_in_the_same_order_whatever_the_feed_does(sample):
     with_app(status, check)
 
 
-@pytest.mark.parametrize("position", [0, 700])
+@pytest.mark.parametrize("position", [pytest.param(0, marks=pytest.mark.exhaustive), 700])
 def test_every_size_is_filled_without_spilling(sample, position):
     async def check(app, source, clock, pilot):
         for size in SIZES:

@@ -2,6 +2,7 @@
 
 import threading
 
+import pytest
 import torch
 
 from atoll.peer.daemon.process import wait_until_stored
@@ -86,6 +87,7 @@ def test_peers_meet_and_a_joiner_takes_a_neighbours_state(kit, organise, join, t
     assert all(bool(torch.isfinite(state).all()) for state in states)
 
 
+@pytest.mark.exhaustive
 def test_a_lone_peer_goes_on_alone_and_the_coordinator_keeps_its_model(kit, organise, join):
     spec = kit.tiny_spec(
         run={"rounds": ROUNDS},

@@ -92,6 +92,7 @@ def test_a_training_loop_of_ones_own_is_no_keeper(organise, kit, join):
         join(for_keepers(organiser, uses=1))
 
 
+@pytest.mark.exhaustive  # in memory: tests/peer/rounds/test_keepers.py
 def test_keepers_hold_the_rounds_of_trainers(organise, kit, start):
     organiser = organise(kit.tiny_spec(round={"min_peers": 2, "electors": "keepers"}))
     trainers = [start(organiser.invite, name) for name in ("one", "two")]
@@ -132,6 +133,7 @@ def test_the_coordinators_own_keeper_holds_the_rounds_of_a_trainer(organise, kit
     }
 
 
+@pytest.mark.exhaustive  # in memory: tests/peer/rounds/test_keepers.py
 def test_a_run_resumes_with_the_only_keeper_in_the_same_epoch(organise, kit, start):
     organiser = organise(
         kit.tiny_spec(run={"rounds": 0}, round={"electors": "keepers", "min_peers": 1})

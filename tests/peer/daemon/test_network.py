@@ -102,6 +102,7 @@ def build(channels=3):
 """
 
 
+@pytest.mark.exhaustive  # its data: tests/peer/training; a model of text: below
 def test_a_model_of_images_trains_in_a_run(organise, kit, monkeypatch, tmp_path, own_modules):
     (tmp_path / "image_models.py").write_text(IMAGES)
     monkeypatch.syspath_prepend(tmp_path)

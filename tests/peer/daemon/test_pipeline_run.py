@@ -130,6 +130,7 @@ def test_a_stage_that_its_last_peer_leaves_is_filled_where_it_stood(pipeline):
     assert movers[0].said("recovered from position 0")
 
 
+@pytest.mark.exhaustive  # without processes: tests/peer/pipeline/test_hop.py
 def test_a_peer_that_leaves_says_which_microbatches_it_gives_up(pipeline, monkeypatch):
     heard, noted = Counter(), Hop.noted
 

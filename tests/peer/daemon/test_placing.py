@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from atoll.dht.roster import PeerRecord, StagePlace
+from atoll.dht.roster import StagePlace
 from atoll.optim.log.entry import Elector
 from atoll.peer.daemon.options import StageMove
 from atoll.peer.daemon.placing import Placing
@@ -15,6 +15,7 @@ from atoll.peer.pipeline.placement import (
     STAGE_COOLDOWN_S,
     StageNeeds,
 )
+from support.records import record_of
 
 MODULES = ("stage-1", "stage-2")
 NEEDS = (StageNeeds(cost=1.0, state_bytes=1000, device_bytes=1000),) * 2
@@ -28,20 +29,8 @@ def placing(me=ME, module="stage-1", **options):
 
 def record(peer, module, incarnation="1", *, role="trainer", **place):
     values = {"tokens_per_s": 100.0, "download_mbit_s": 100.0, "device_bytes": 10**9} | place
-    return PeerRecord(
-        peer_id=peer,
-        addresses=(),
-        incarnation=incarnation,
-        role=role,
-        epoch=0,
-        position=0,
-        tokens_per_s=0.0,
-        uplink_mbit_s=0.0,
-        downlink_mbit_s=0.0,
-        ready_in_s=0.0,
-        protocol=1,
-        module=module,
-        place=StagePlace(**values),
+    return record_of(
+        peer, incarnation=incarnation, role=role, module=module, place=StagePlace(**values)
     )
 
 

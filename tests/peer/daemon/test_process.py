@@ -46,6 +46,7 @@ def test_a_peer_trains_to_the_end_and_the_coordinator_has_it_all(organise, kit, 
     assert organiser.status().position == 3
 
 
+@pytest.mark.exhaustive  # in a simulation: test_simulated_windows.py
 def test_a_slow_peer_takes_shorter_windows_by_the_others_records(organise, kit, start):
     outer = {"inner_steps": 8, "windows": "deadline"}
     organiser = organise(
@@ -101,6 +102,8 @@ def expect_back(kit, organiser, daemon):
     kit.until(lambda: members(organiser, there) == 3, "it to be a member again")
 
 
+# Stopped and resumed: tests/test_processes.py; damaged: tests/peer/cli/test_peer.py.
+@pytest.mark.exhaustive
 def test_a_stopped_peer_resumes_where_it_was_even_if_its_file_is_damaged(
     crew, kit, start, tmp_path
 ):
@@ -132,7 +135,7 @@ def flip_a_bit(saved):
 
 def test_the_end_of_a_run_that_was_missed_is_noticed_at_once(organise, kit, start):
     """The state that the peer saved is older than the run's last round."""
-    organiser = organise(kit.tiny_spec(run={"rounds": 10}, round={"min_peers": 3}))
+    organiser = organise(kit.tiny_spec(run={"rounds": 6}, round={"min_peers": 3}))
     others = [start(organiser.invite, name) for name in ("one", "two")]
     daemon = start(organiser.invite)
     kit.until(lambda: members(organiser) == 3, "a round of three")
@@ -140,7 +143,7 @@ def test_the_end_of_a_run_that_was_missed_is_noticed_at_once(organise, kit, star
     daemon.join()
     assert [other.join() for other in others] == [True, True]
     assert start(organiser.invite).join() is True
-    assert organiser.status().position == 10
+    assert organiser.status().position == 6
 
 
 def test_a_peer_without_its_data_is_told_so(organise, kit, start, tmp_path):
@@ -186,7 +189,7 @@ def test_a_stop_while_it_joins_reads_no_data(organise, kit, start, tmp_path, mon
 
 
 def test_a_stop_does_not_wait_for_a_coordinator_that_is_away(organise, kit, start):
-    organiser = organise(kit.tiny_spec(run={"rounds": 100}))
+    organiser = organise(kit.tiny_spec(run={"rounds": 50}))
     daemon = start(organiser.invite)
     kit.until(lambda: organiser.status().position >= 1, "a round")
     organiser.stop()

@@ -39,6 +39,7 @@ def test_peers_begin_with_the_weights_that_the_run_names(organise, kit, start, b
     assert [state.root() for state in built] == [root]
 
 
+@pytest.mark.exhaustive
 def test_a_peer_without_the_weights_fetches_the_first_state(organise, kit, start, base):
     organiser = organise(run_of(kit, base))
     daemon = start(organiser.invite)

@@ -6,8 +6,18 @@ import torch
 from support.crowd import in_crowd, kept, spread
 
 
-@pytest.mark.parametrize("size", [2, 3, 5, 8])
-@pytest.mark.parametrize("codec", ["fp32", "int8"])
+@pytest.mark.parametrize(
+    ("codec", "size"),
+    [
+        ("fp32", 2),
+        ("int8", 3),
+        ("fp32", 5),
+        *(
+            pytest.param(codec, size, marks=pytest.mark.exhaustive)
+            for codec, size in (("int8", 2), ("fp32", 3), ("int8", 5), ("fp32", 8), ("int8", 8))
+        ),
+    ],
+)
 def test_meetings_keep_the_mean_and_bring_peers_together(size, codec):
     async def use(crowd):
         peers = await crowd.start(size)
@@ -46,7 +56,13 @@ def test_two_peers_that_meet_hold_the_formula():
     in_crowd(use)
 
 
-@pytest.mark.parametrize("windows", [(5.0, 5.0, 5.0, 10.0), (4.0, 5.0, 6.0, 7.0, 15.0)])
+@pytest.mark.parametrize(
+    "windows",
+    [
+        (5.0, 5.0, 5.0, 10.0),
+        pytest.param((4.0, 5.0, 6.0, 7.0, 15.0), marks=pytest.mark.exhaustive),
+    ],
+)
 def test_peers_of_unequal_speed_meet_and_count_the_same_rounds(windows):
     """A slow peer adopts the others' count, and no peer trains without it."""
 

@@ -67,7 +67,9 @@ def sent_in_a_window(spec: str, size: int, inner_steps: int = 6) -> int:
 
 
 @pytest.mark.parametrize("spec", SPECS)
-@pytest.mark.parametrize("peers", [1, 2, 3, 4])
+@pytest.mark.parametrize(
+    "peers", [1, 3, *(pytest.param(peers, marks=pytest.mark.exhaustive) for peers in (2, 4))]
+)
 def test_bytes_are_those_that_workers_send(spec, peers):
     """And the headers of cells; gathered frames go by the owners, one way more than directly."""
     method, setting = methods.parse(spec), Setting(peers=peers, mbit_s=100.0, **LAB)

@@ -96,8 +96,21 @@ def test_the_last_worker_joins_at_the_end_of_a_window(settings):
     assert simulation.points[-1].tokens == settings.tokens * 7 // 8
 
 
-@pytest.mark.parametrize("spec", ["diloco", "streaming(tau=1)", "eager", "noloco"])
-@pytest.mark.parametrize("stop", [7, 10])
+@pytest.mark.parametrize(
+    ("spec", "stop"),
+    [
+        ("diloco", 10),
+        ("streaming(tau=1)", 7),
+        ("noloco", 10),
+        *(
+            pytest.param(spec, stop, marks=pytest.mark.exhaustive)
+            for spec, stop in (
+                *(("diloco", 7), ("streaming(tau=1)", 10), ("noloco", 7)),
+                *(("eager", 7), ("eager", 10)),
+            )
+        ),
+    ],
+)
 def test_disturbed_simulation_goes_on_in_the_same_bits(settings, tmp_path, spec, stop):
     churned = replace(settings, drop=0.3, join_at=0.5, split_data=True, speeds=(2.0, 1.0))
     whole = trained(churned, spec, steps=stop)

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from atoll.dht.refusals import RefusalCode
-from atoll.dht.roster import PeerRecord, StagePlace
+from atoll.dht.roster import StagePlace
 from atoll.dht.tasks import KeptTasks
 from atoll.dht.testing.memory import MemoryNetwork
 from atoll.dht.testing.virtualtime import inline, run_virtual
@@ -24,6 +24,7 @@ from atoll.peer.pipeline.messages import (
     Payload,
 )
 from atoll.peer.pipeline.passes import HopRules
+from support.records import record_of
 
 WIDTH, LENGTH = 16, 8
 LIFETIME_S = 20.0
@@ -105,20 +106,7 @@ class Member:
 
 
 def record(member, name=None):
-    return PeerRecord(
-        peer_id=name or member.name,
-        addresses=(),
-        incarnation=INCARNATION,
-        role="trainer",
-        epoch=0,
-        position=0,
-        tokens_per_s=0.0,
-        uplink_mbit_s=0.0,
-        downlink_mbit_s=0.0,
-        ready_in_s=0.0,
-        protocol=1,
-        module="stage-2",
-    )
+    return record_of(name or member.name, incarnation=INCARNATION, module="stage-2")
 
 
 def with_members(use, *names, width=WIDTH):

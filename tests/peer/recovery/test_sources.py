@@ -2,22 +2,10 @@
 
 from dataclasses import replace
 
-from atoll.dht.roster import PeerRecord
 from atoll.peer.recovery.sources import ASKED_AT_ONCE, whom_to_ask
+from support.records import record_of
 
-RECORD = PeerRecord(
-    peer_id="p",
-    addresses=(),
-    incarnation="a",
-    role="trainer",
-    epoch=0,
-    position=5,
-    tokens_per_s=0.0,
-    uplink_mbit_s=0.0,
-    downlink_mbit_s=0.0,
-    ready_in_s=0.0,
-    protocol=1,
-)
+RECORD = record_of("p", incarnation="a", position=5)
 
 
 def roster(count, **changes):

@@ -26,7 +26,7 @@ def entries(peer):
     return [Entry.decode(r.entry) for r in peer.replica.store.headers(0, peer.replica.position)]
 
 
-@pytest.mark.parametrize("fragments", [2, 4])
+@pytest.mark.parametrize("fragments", [pytest.param(2, marks=pytest.mark.exhaustive), 4])
 def test_positions_in_flight_end_in_the_same_bits(tmp_path, fragments):
     async def scenario(swarm):
         swarm.network.default.latency_s = FAR_S
@@ -111,7 +111,13 @@ def strike_at(folder, message):
     return run_strike_in_flight(folder, lambda swarm: Strike(swarm, kind, message, end))
 
 
-@pytest.mark.parametrize("message", [3, 29, 60, 91, 147])  # one of each kind
+@pytest.mark.parametrize(
+    "message",  # one of each kind
+    [
+        *(3, 29),
+        *(pytest.param(message, marks=pytest.mark.exhaustive) for message in (60, 91, 147)),
+    ],
+)
 def test_a_fault_at_a_message_while_several_are_in_flight(tmp_path, message):
     strike_at(tmp_path, message)
 
@@ -166,6 +172,7 @@ def reduced_early(peers):
     return None
 
 
+@pytest.mark.exhaustive
 def test_an_elector_more_may_lead_what_another_reduced_early(tmp_path):
     """Joiners come until one of them takes over a position in flight."""
 

@@ -2,6 +2,8 @@
 
 import asyncio
 
+import pytest
+
 from atoll.dht.testing.memory import run_virtual
 from atoll.optim.log.entry import sha256
 from atoll.peer.recovery.sources import PeerSource
@@ -15,6 +17,7 @@ def passed(peers, position):
     return all(peer.replica.position >= position for peer in peers)
 
 
+@pytest.mark.exhaustive
 def test_a_snapshot_that_is_fetched_slowly_is_given_to_its_end(tmp_path):
     async def main():
         swarm = Swarm(tmp_path, codec="int4")

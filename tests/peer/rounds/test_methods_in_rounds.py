@@ -64,6 +64,27 @@ METHODS = (
     "streaming(count=2, codec=powersgd)",
 )
 
+USUAL_CODECS = {"fp32", "int8", "2bit", "ternary", "topk+int8", "randk", "dct", "powersgd", "sign"}
+USUAL_METHODS = {
+    "streaming(count=2)",
+    "eager",
+    "co2",
+    "muloco",
+    "sparseloco",
+    "sparseloco(merge=select)",
+    "demo",
+    "dlion",
+    "ddp(codec=powersgd(rank=2), clip_norm=1)",
+}
+"""One of each kind of frame, and of each way to reduce; the others are exhaustive."""
+
+
+def marked(specs, *, usual):
+    return [
+        spec if spec in usual else pytest.param(spec, marks=pytest.mark.exhaustive)
+        for spec in specs
+    ]
+
 
 def play(folder, rounds, *, peers=3, on_round=None, **options):
     """Rounds of a swarm; what every entry's update is and what its members had to give."""
@@ -96,7 +117,7 @@ def test_the_list_of_codecs_is_complete():
     assert listed == {n for n in names() if n not in ("feedback", "mixed-layers")}
 
 
-@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("codec", marked(CODECS, usual=USUAL_CODECS))
 def test_every_codec_is_the_way_up_and_the_way_down(tmp_path, codec):
     swarm, decided = play(tmp_path, 2, codec=codec)
     cells = swarm.replay.cells_at(0)
@@ -111,7 +132,7 @@ def test_every_codec_is_the_way_up_and_the_way_down(tmp_path, codec):
     assert entry.body_bytes <= cells.max_body_bytes(members=3)
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", marked(METHODS, usual=USUAL_METHODS))
 def test_every_method_with_a_log_ends_in_the_same_bits(tmp_path, method):
     swarm, decided = play(tmp_path, 4, method=method, codec=None)
     turns = [swarm.replay.fragment_at(p) for p in range(4)]
@@ -121,7 +142,9 @@ def test_every_method_with_a_log_ends_in_the_same_bits(tmp_path, method):
         assert bool(update_F.any())
 
 
-@pytest.mark.parametrize("method", ["ddp", "ddp(codec=powersgd(rank=2))"])
+@pytest.mark.parametrize(
+    "method", [pytest.param("ddp", marks=pytest.mark.exhaustive), "ddp(codec=powersgd(rank=2))"]
+)
 def test_a_joiner_takes_all_that_the_outer_step_remembers(tmp_path, method):
     async def scenario():
         swarm = Swarm(tmp_path, layout=LAYOUT, method=method, codec=None, body_budget_bytes=1)

@@ -16,8 +16,8 @@ def strike_at(folder, message, kind, end, peers=3):
     return run_strike(folder, peers, lambda swarm: Strike(swarm, kind, message, end))
 
 
-@pytest.mark.parametrize("message", range(2, 104, 9))
-def test_a_fault_at_one_of_nine_messages(tmp_path, message):
+@pytest.mark.parametrize("message", range(2, 104, 17))
+def test_a_fault_at_one_of_seventeen_messages(tmp_path, message):
     kind, end = KINDS[message % len(KINDS)]
     assert strike_at(tmp_path, message, kind, end) is not None
 
@@ -34,15 +34,14 @@ def test_a_fault_at_every_message(tmp_path, kind, end):
     assert 80 < struck < LONGER_THAN_A_ROUND - 1
 
 
-@pytest.mark.parametrize("seed", range(2))
-def test_a_random_fault_among_eight(tmp_path, seed):
-    strike_random(tmp_path, seed)
+def test_a_random_fault_among_eight(tmp_path):
+    strike_random(tmp_path, 1)
 
 
 @pytest.mark.exhaustive
 @pytest.mark.timeout(600)
 def test_many_random_faults_among_eight(tmp_path):
-    for seed in range(2, 40):
+    for seed in range(40):
         strike_random(tmp_path / str(seed), seed)
 
 

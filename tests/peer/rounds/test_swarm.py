@@ -75,6 +75,7 @@ def test_a_peer_waits_for_a_group_until_it_is_in_one(tmp_path):
     assert (True, True, True) not in seen
 
 
+@pytest.mark.exhaustive  # with a fault: test_strikes.py
 def test_eight_peers_commit_and_hold_the_same_bits(tmp_path):
     async def scenario(swarm):
         peers = await swarm.start(8)
@@ -109,8 +110,17 @@ def test_twenty_rounds_with_a_kill_leave_bit_identical_replicas(tmp_path):
     run(tmp_path, scenario)
 
 
-@pytest.mark.parametrize("after_s", [0.0, 0.06, 0.15])
-@pytest.mark.parametrize("victim", [not_the_leader, the_leader])
+@pytest.mark.parametrize(
+    ("victim", "after_s"),
+    [
+        (the_leader, 0.0),
+        (not_the_leader, 0.06),
+        (the_leader, 0.15),
+        pytest.param(not_the_leader, 0.0, marks=pytest.mark.exhaustive),
+        pytest.param(the_leader, 0.06, marks=pytest.mark.exhaustive),
+        pytest.param(not_the_leader, 0.15, marks=pytest.mark.exhaustive),
+    ],
+)
 def test_the_others_commit_within_a_second_of_a_kill(tmp_path, victim, after_s):
     async def scenario(swarm):
         await swarm.start(4)
@@ -130,7 +140,9 @@ def test_the_others_commit_within_a_second_of_a_kill(tmp_path, victim, after_s):
     run(tmp_path, scenario)
 
 
-@pytest.mark.parametrize("victim", [not_the_leader, the_leader])
+@pytest.mark.parametrize(
+    "victim", [the_leader, pytest.param(not_the_leader, marks=pytest.mark.exhaustive)]
+)
 def test_the_others_go_on_without_a_frozen_peer_and_it_comes_back(tmp_path, victim):
     async def scenario(swarm):
         peers = await swarm.start(4)

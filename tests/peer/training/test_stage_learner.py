@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from atoll.coordinator.run.spec import RunSpec
-from atoll.dht.roster import PeerRecord
 from atoll.dht.tasks import KeptTasks
 from atoll.dht.testing.memory import MemoryNetwork
 from atoll.optim.inner import build
@@ -25,6 +24,7 @@ from atoll.peer.training.opening import build_stage, slices_of, stage_slices
 from atoll.peer.training.permission import Allowed
 from atoll.peer.training.stage_compute import StageCompute
 from atoll.peer.training.stage_learner import StageLearner, StoppedInStep, codecs_of
+from support.records import record_of
 
 VOCAB = 64
 STEPS = 12
@@ -132,20 +132,7 @@ class Trainer(threading.Thread):
 
 
 def record(peer, module):
-    return PeerRecord(
-        peer_id=peer,
-        addresses=(),
-        incarnation="1" * 32,
-        role="trainer",
-        epoch=0,
-        position=0,
-        tokens_per_s=0.0,
-        uplink_mbit_s=0.0,
-        downlink_mbit_s=0.0,
-        ready_in_s=0.0,
-        protocol=1,
-        module=module,
-    )
+    return record_of(peer, incarnation="1" * 32, module=module)
 
 
 def trained(spec, steps=STEPS, before=None, after_step=None):
@@ -199,7 +186,7 @@ def trained(spec, steps=STEPS, before=None, after_step=None):
     return asyncio.run(main())
 
 
-@pytest.mark.parametrize("stages", [2, 3, 5])
+@pytest.mark.parametrize("stages", [2, 5, pytest.param(3, marks=pytest.mark.exhaustive)])
 def test_one_peer_a_stage_trains_as_the_model_in_one_piece(stages):
     spec = spec_of(stages)
     expected, whole = in_one_piece(spec, STEPS)
@@ -264,7 +251,10 @@ def test_held_out_text_goes_through_all_stages_while_they_train():
     assert all(len(trainer.losses) == 4 for trainer in trainers)
 
 
-@pytest.mark.parametrize(("staleness", "accumulation"), [(0, 2), (1, 1), (1, 2)])
+@pytest.mark.parametrize(
+    ("staleness", "accumulation"),
+    [(0, 2), (1, 1), pytest.param(1, 2, marks=pytest.mark.exhaustive)],
+)
 def test_an_evaluation_ends_while_steps_are_due(staleness, accumulation):
     """More microbatches than a peer has in flight, so some wait until others have gone."""
     spec, measured = spec_of(staleness=staleness, accumulation=accumulation), []

@@ -94,7 +94,14 @@ class Crew:
         return [trainer.statistics().inner_steps for trainer in self.trainers]
 
 
-@pytest.mark.parametrize("method", ["diloco", "eager", "streaming(count=2, tau=2)", "noloco"])
+@pytest.mark.parametrize(
+    "method",
+    [
+        "diloco",
+        "streaming(count=2, tau=2)",
+        *(pytest.param(method, marks=pytest.mark.exhaustive) for method in ("eager", "noloco")),
+    ],
+)
 def test_peers_of_three_speeds_are_ready_together(corpus, method):
     crew = Crew(corpus, [1.0, 1.6, 2.6], method=method)
     for _ in range(7):

@@ -62,7 +62,16 @@ class Seen:
         return self.trainer.learner.optimizer.param_groups[0]["lr"]
 
 
-@pytest.mark.parametrize("method", ["diloco", "diloco(tau=3)", "eager", "noloco"])
+@pytest.mark.parametrize(
+    "method",
+    [
+        "diloco(tau=3)",
+        *(
+            pytest.param(method, marks=pytest.mark.exhaustive)
+            for method in ("diloco", "eager", "noloco")
+        ),
+    ],
+)
 def test_each_step_has_the_place_that_the_spec_gives_it(corpus, method):
     spec = spec_of(method)
     group, windows = in_process(2, spec.method()), spec.timetable(1)
@@ -112,7 +121,14 @@ def test_who_joins_late_takes_the_window_of_the_others(corpus):
     assert first.statistics().inner_steps == late.trainer.statistics().inner_steps
 
 
-@pytest.mark.parametrize("method", ["diloco", "diloco(tau=3)", "streaming(count=2, tau=2)"])
+@pytest.mark.parametrize(
+    "method",
+    [
+        "streaming(count=2, tau=2)",
+        pytest.param("diloco", marks=pytest.mark.exhaustive),
+        pytest.param("diloco(tau=3)", marks=pytest.mark.exhaustive),
+    ],
+)
 def test_a_restart_goes_on_in_the_same_window_to_the_bit(corpus, tmp_path, method):
     spec = spec_of(method)
     steps = spec.timetable(1).steps_until(9) + 2

@@ -9,6 +9,7 @@ from atoll.dht.roster import PeerRecord
 from atoll.peer.daemon.reach import bootstrap
 from atoll.peer.daemon.reach.bootstrap import BootstrapNode, both_families, recall, remember
 from atoll.peer.daemon.reach.neighbours import PortInUse
+from support.records import record_of
 
 RUN_ID = bytes(range(32))
 LOOPBACK = ("/ip4/127.0.0.1/tcp/0",)
@@ -28,18 +29,8 @@ def request(folder: Path) -> NodeRequest:
 
 
 def record(node: Node) -> PeerRecord:
-    return PeerRecord(
-        peer_id=node.peer_id,
-        addresses=tuple(node.addresses),
-        incarnation="1" * 32,
-        role="trainer",
-        epoch=0,
-        position=3,
-        tokens_per_s=0.0,
-        uplink_mbit_s=0.0,
-        downlink_mbit_s=0.0,
-        ready_in_s=0.0,
-        protocol=1,
+    return record_of(
+        node.peer_id, addresses=tuple(node.addresses), incarnation="1" * 32, position=3
     )
 
 

@@ -2,24 +2,14 @@
 
 import pytest
 
-from atoll.dht.roster import PeerRecord
 from atoll.peer.daemon.reach.neighbours import RECORD_TTL_S, is_turn, window_ends
 from atoll.peer.rounds.messages import PROTOCOL
+from support.records import record_of
 
 
 def record(**told):
     told = {"role": "trainer", "position": 7, "ready_in_s": 30.0, "step_s": 1.0} | told
-    return PeerRecord(
-        peer_id="other",
-        addresses=(),
-        incarnation="0" * 32,
-        epoch=0,
-        tokens_per_s=0.0,
-        uplink_mbit_s=0.0,
-        downlink_mbit_s=0.0,
-        protocol=PROTOCOL,
-        **told,
-    )
+    return record_of("other", protocol=PROTOCOL, **told)
 
 
 def test_a_window_ends_by_the_last_record_of_its_peer():

@@ -241,7 +241,7 @@ def members_of_last(peer):
     return len(peer.settled[-1].applied.entry.members)
 
 
-@pytest.mark.parametrize("message", range(5, 285, 56))
+@pytest.mark.parametrize("message", [5, 117, 229])  # freeze and cut
 def test_a_fault_at_a_message_of_a_round_in_rows(tmp_path, monkeypatch, message):
     strike_at(tmp_path, monkeypatch, message, *KINDS[message % len(KINDS)])
 

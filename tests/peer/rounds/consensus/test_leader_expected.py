@@ -67,7 +67,7 @@ def test_nobody_waits_for_a_peer_whose_report_would_be_refused(tmp_path):
     run_swarm(tmp_path, scenario)
 
 
-@pytest.mark.parametrize("late_s", [11.0, 15.0, 19.0])
+@pytest.mark.parametrize("late_s", [11.0, pytest.param(15.0, marks=pytest.mark.exhaustive), 19.0])
 def test_peers_whose_windows_are_out_of_step_come_together_again(tmp_path, late_s):
     """Windows are longer than any grace; one of two peers stands still for a while."""
 
@@ -89,7 +89,7 @@ def test_peers_whose_windows_are_out_of_step_come_together_again(tmp_path, late_
     run_virtual(main())
 
 
-@pytest.mark.parametrize("slower", [2.5, 3.5])
+@pytest.mark.parametrize("slower", [pytest.param(2.5, marks=pytest.mark.exhaustive), 3.5])
 def test_a_lone_fast_peer_does_not_spend_the_rounds_of_the_run(tmp_path, slower):
     async def scenario(swarm):
         fast, slow = swarm.add(), swarm.add()

@@ -30,7 +30,7 @@ PASSED_OVER = [0, 2 * TERM]
     [
         ([0], FIRST, 100),
         pytest.param(TWO_TERMS, FIRST, 15_000, marks=pytest.mark.exhaustive),
-        (TWO_TERMS, SECOND, 10_000),
+        pytest.param(TWO_TERMS, SECOND, 10_000, marks=pytest.mark.exhaustive),
         (PASSED_OVER, THIRD, 10_000),
         pytest.param(AGAIN, FIRST, 20_000, marks=pytest.mark.exhaustive),
     ],
@@ -56,7 +56,7 @@ def wander(
 
 @pytest.mark.parametrize("liar", [FIRST, SECOND])
 def test_no_random_schedule_of_many_terms_decides_twice(liar):
-    assert wander(150, liars=(liar,)) > 15
+    assert wander(60, liars=(liar,)) > 5
 
 
 def test_two_liars_of_seven_decide_nothing_twice():

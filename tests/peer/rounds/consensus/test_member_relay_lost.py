@@ -48,7 +48,7 @@ async def until_pair_leads(swarm, peers):
     return position
 
 
-@pytest.mark.parametrize("message", [1, 30, 73])
+@pytest.mark.parametrize("message", [1, 73, pytest.param(30, marks=pytest.mark.exhaustive)])
 def test_nobody_that_lives_is_left_out_when_a_relay_dies(tmp_path, message):
     """The relay owns parts too; the member takes another relay, and no part is without it."""
 

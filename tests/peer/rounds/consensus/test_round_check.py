@@ -27,7 +27,10 @@ def short_terms(request, monkeypatch):
     [
         ({"processes": 3, "parts": 2}, 1_000),
         ({"early": True, "mishaps": 1}, 400),
-        ({"mishaps": 2, "parts": 2, "reported": True}, 2_000),
+        pytest.param(
+            {"mishaps": 2, "parts": 2, "reported": True}, 2_000, marks=pytest.mark.exhaustive
+        ),
+        ({"mishaps": 2, "reported": True}, 1_000),
         ({"terms": 2, "reported": True, "polls": 0}, 2_000),
     ],
 )

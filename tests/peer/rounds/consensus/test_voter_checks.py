@@ -37,7 +37,18 @@ LIES = {
 }
 
 
-@pytest.mark.parametrize("lie", LIES)
+@pytest.mark.parametrize(
+    "lie",
+    [
+        "learning rate",
+        "state root",
+        "next electorate",
+        "length of a part",
+        "position of the root",
+        "fragment",
+        pytest.param("momentum", marks=pytest.mark.exhaustive),  # beside the learning rate
+    ],
+)
 def test_a_lying_leader_is_refused_and_the_next_one_decides(tmp_path, monkeypatch, lie):
     change, code = LIES[lie]
     honest = Leadership._entry

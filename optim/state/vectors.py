@@ -14,7 +14,7 @@ from __future__ import annotations
 import mmap
 import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -28,6 +28,25 @@ _spare: dict[int, deque[np.ndarray]] = {}
 _longest = 0
 
 
+def _of_heap(length: int) -> np.ndarray:
+    return np.empty(length, dtype=np.float32)
+
+
+_allocate: Callable[[int], np.ndarray] = _of_heap
+
+
+def allocate_with(function: Callable[[int], np.ndarray]) -> None:
+    """Take the memory of long vectors from a function from now on: fp32 of a given length.
+
+    What waits to be used again goes back to the system, and what is still in use follows it.
+    """
+    global _allocate
+    if function is not _allocate:
+        _allocate = function
+        for kept in list(_spare.values()):
+            kept.clear()
+
+
 def empty(numel: int) -> Tensor:
     """Return an uninitialised fp32 vector on the CPU."""
     if numel < LONG:
@@ -38,9 +57,9 @@ def empty(numel: int) -> Tensor:
     try:
         memory = _spare[length].pop()
     except (KeyError, IndexError):  # no `if` before: another thread may take the last one
-        memory = np.empty(length, dtype=np.float32)
+        memory = _allocate(length)
     lease = memory[:numel]  # an object of its own, which all tensors of it keep alive
-    weakref.finalize(lease, _keep, memory).atexit = False
+    weakref.finalize(lease, _keep, memory, _allocate).atexit = False
     return torch.from_numpy(lease)
 
 
@@ -71,11 +90,13 @@ def joined(parts: Sequence[Tensor]) -> Tensor:
     return parts[0].as_strided((stop - start,), (1,))
 
 
-def _keep(memory: np.ndarray) -> None:
+def _keep(memory: np.ndarray, came_from: Callable[[int], np.ndarray]) -> None:
     """Keep memory that is no longer in use.
 
     It takes no lock: it runs in the thread that drops the last reference, perhaps inside `empty`.
     """
+    if came_from is not _allocate:
+        return
     _spare.setdefault(memory.size, deque()).append(memory)
     excess = spare_bytes() - SPARE * 4 * _longest
     for length in list(_spare):

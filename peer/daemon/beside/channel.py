@@ -34,6 +34,7 @@ from atoll.peer.daemon.beside.segments import LentTensors
 
 MAX_BYTES = 1 << 30  # tensors are not in it; the longest is a frame of activations
 MAX_DESCRIPTORS = 250  # segments that one message shows for the first time; Linux sends 253
+BYTES = "surrogateescape"  # names of files need not be UTF-8
 HEADER = struct.Struct("=IB")
 RECORDS = {record.__name__: record for record in (Commit, Settlement, Sparse)}
 _TENSOR, _RECORD, _ERROR, _OFFER = range(4)
@@ -65,7 +66,7 @@ class Channel:
             descriptors: list[int] = []
             self._descriptors = descriptors
             message = (kind, values, self.tensors.notices())
-            body: Any = msgpack.packb(message, default=self._pack)
+            body: Any = msgpack.packb(message, default=self._pack, unicode_errors=BYTES)
             header = HEADER.pack(len(body), len(descriptors))
             try:
                 self._send_all(header, descriptors)
@@ -96,6 +97,7 @@ class Channel:
             kind, values, notices = msgpack.unpackb(
                 body,
                 use_list=False,
+                unicode_errors=BYTES,
                 ext_hook=lambda code, data: self._unpack(code, data, descriptors),
             )
         finally:
@@ -170,13 +172,14 @@ class Channel:
         raise TypeError(f"expected a value that travels between processes, got {value!r:.200}")
 
     def _extended(self, code: int, fields: Sequence[Any]) -> msgpack.ExtType:
-        packed: Any = msgpack.packb(fields, default=self._pack)
+        packed: Any = msgpack.packb(fields, default=self._pack, unicode_errors=BYTES)
         return msgpack.ExtType(code, packed)
 
     def _unpack(self, code: int, data: bytes, descriptors: Sequence[int]) -> Any:  # noqa: ANN401
         fields = msgpack.unpackb(
             data,
             use_list=False,
+            unicode_errors=BYTES,
             ext_hook=lambda code, data: self._unpack(code, data, descriptors),
         )
         if code == _TENSOR:

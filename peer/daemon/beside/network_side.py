@@ -181,7 +181,6 @@ class NetworkSide:
         if asked is None:  # the trainer was gone, or had closed, before
             raise KeyboardInterrupt
         _, (told,) = asked
-        sys.path[:] = told["path"]
         torch.set_num_threads(told["threads"])
         self._send_logs(told["level"])
         reducer = open_reducer(

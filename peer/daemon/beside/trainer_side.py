@@ -206,7 +206,8 @@ class NetworkProcess(NetworkLine):
         ours, theirs = socket.socketpair()
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", PROGRAM, str(theirs.fileno())],
+                # -P: nothing of the folder in which the loop runs is imported.
+                [sys.executable, "-P", "-m", PROGRAM, str(theirs.fileno())],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
@@ -469,7 +470,6 @@ def _told(options: PeerOptions, *, timeout_s: float, device: str) -> dict[str, A
         "relay_mbit_s": options.relay_mbit_s,
         "timeout_s": timeout_s,
         "device": device,
-        "path": sys.path,
         "threads": torch.get_num_threads(),
         "level": logging.getLogger("atoll").getEffectiveLevel(),
     }

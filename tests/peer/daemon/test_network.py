@@ -95,6 +95,17 @@ def test_two_loops_of_their_own_train_one_model(organiser, tmp_path):
     assert all(0 < peer.loss < 6 and 0 < peer.utilisation < 1 for peer in status.peers)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("organiser", ["noloco"], indirect=True)
+def test_two_loops_by_gossip_end_all_rounds(organiser, tmp_path):
+    loops = [Loop(organiser.invite, tmp_path / name, seed) for seed, name in enumerate("ab")]
+    for loop in loops:
+        loop.join(90)
+        assert not loop.is_alive()
+    assert [loop.position for loop in loops] == [ROUNDS, ROUNDS]
+    assert all(loop.losses[-1] < loop.losses[0] < 6 for loop in loops)
+
+
 IMAGES = """
 from torch import nn
 from atoll.peer.training.models import model

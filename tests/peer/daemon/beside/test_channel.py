@@ -23,7 +23,9 @@ def passed(ends, value):
     return got
 
 
-@pytest.mark.parametrize("value", [None, True, -(1 << 63), 1.5, "é", b"\0", (1, (2,)), {"a": ()}])
+@pytest.mark.parametrize(
+    "value", [None, True, -(1 << 63), 1.5, "é\udcff", b"\0", (1, (2,)), {"a": ()}]
+)
 def test_plain_values_arrive(ends, value):
     assert passed(ends, value) == value
 

@@ -10,11 +10,15 @@ import torch
 from atoll.coordinator.run.invite import Invite
 from atoll.optim.ranks.residuals import RemoteResidual
 from atoll.optim.reduction.contribution import WorkRefused
+from atoll.optim.state import vectors
+from atoll.optim.state.layout import Difference
 from atoll.peer.daemon.beside.network_side import options_of
 from atoll.peer.daemon.beside.trainer_side import _told
 from atoll.peer.daemon.options import LinkRates, PeerOptions
 from atoll.peer.errors import NetworkLost
 from support.reducer_bench import ME, NUMEL, contribution, decided
+
+LONG = vectors.LONG
 
 
 @pytest.fixture
@@ -35,6 +39,21 @@ def test_a_window_crosses_and_its_commit_comes_back(seat, bench):
     ((commit, thread),) = seat.commits
     assert (commit.position, commit.counts, thread) == (1, True, threading.current_thread())
     assert torch.equal(commit.params_N, torch.ones(NUMEL)) and seat.reducer.position == 1
+
+
+def test_a_difference_is_computed_where_it_is_encoded(seat):
+    seat.start()
+    window = seat.submit(value=2.0)
+    own = vectors.empty(LONG + NUMEL)  # in shared memory, of which a part is handed in
+    own[:NUMEL], own[LONG:] = 5.0, 3.0
+    seat.bench.deliver(decided(0, settles=window.number))
+    seat.reducer.wait()
+    seat.bench.offered.clear()
+    delta = Difference(seat.reducer.fragments[0], own[:NUMEL], own[LONG:])
+    seat.reducer.submit(replace(contribution(1), delta=delta))
+    assert seat.bench.offered.wait(10)
+    again = seat.bench.offers[-1].offer
+    assert again.frames == window.offer.frames and again.squares == window.offer.squares
 
 
 def test_decisions_come_in_their_order_with_the_position_of_each(seat):

@@ -33,3 +33,11 @@ class DeviceError(SetupError):
 
 class SavedStateError(SetupError):
     """A saved state is damaged, or belongs to another run, peer or model."""
+
+
+class WrongRole(ValueError):
+    """The invite is for another role than the one that is asked for."""
+
+
+class NetworkLost(RuntimeError):
+    """The process that talks to the network for a trainer has died."""

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor, nn
 
 from atoll.optim import inner
+from atoll.peer.daemon.beside.trainer_side import SeatReducer
 from atoll.peer.daemon.network import connect
-from atoll.peer.daemon.reducer import NetworkReducer
 from atoll.peer.training.opening import build_model
 
 TOKENS_PER_STEP = 8 * 1024  # the same for all peers, so all weigh the same
@@ -75,7 +75,7 @@ def tell(facts: Facts) -> None:
     print(json.dumps(facts), flush=True)
 
 
-def train(reducer: NetworkReducer, told: Facts) -> None:
+def train(reducer: SeatReducer, told: Facts) -> None:
     """Train until the last measured window has ended, and report the measurements."""
     spec = reducer.spec
     model, inner_steps = build_model(spec, VOCABULARY), spec.outer.inner_steps
@@ -103,7 +103,7 @@ def train(reducer: NetworkReducer, told: Facts) -> None:
             "included": after.included - before.included,
             "overslept": (emulated.overslept_s - overslept_s) / seconds,
             "waited": (after.wait_s - before.wait_s) / seconds,
-            "encode_s": reducer.progress.encode_s,
+            "encode_s": reducer.encode_s,
             "params": worker.layout.numel,
             "method": reducer.method.spec,
         }

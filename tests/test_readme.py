@@ -23,7 +23,7 @@ from atoll.optim import DiLoCo, InProcessGroup, outer_defaults
 from atoll.optim.state.layout import Layout
 from atoll.peer.cli import SUMMARIES
 from atoll.peer.daemon import network
-from atoll.peer.daemon.reducer import RunReducer
+from atoll.peer.daemon.beside.trainer_side import SeatReducer
 from atoll.peer.training.opening import build_model
 from atoll.peer.training.permission import Allowed
 from atoll.peer.training.trained import load_checkpoint
@@ -196,7 +196,7 @@ REFERENCE = {
     "step": DiLoCo.step,
     "advance": DiLoCo.advance,
     "resize": DiLoCo.resize,
-    "build_model": RunReducer.build_model,
+    "build_model": SeatReducer.build_model,
     "load_checkpoint": load_checkpoint,
 }
 

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from atoll.compression.sparse import Sparse
 from atoll.optim.ranks.placing import RankPlaces
+from atoll.optim.reducer import Residual
 from atoll.optim.reduction.contribution import Feedback, Offer
 from atoll.optim.state.updates import Update, dense
 
@@ -41,6 +42,11 @@ class Settlement:
     values: Update | None = None
     """The update of a settlement that needs it, a credit, or the residual to load."""
 
+    def write_to(self, residual: Residual) -> None:
+        """Write it down once more, as it came from another process."""
+        assert isinstance(residual, RemoteResidual), "ranks keep it"
+        residual.ledger.append(self)
+
 
 class RemoteResidual:
     """One fragment's residual, as the leader's reducer sees it."""
@@ -49,7 +55,7 @@ class RemoteResidual:
         """Write down what becomes of it."""
         self.mass_N = torch.empty(0)
         """Return the residuals of all ranks, to be saved."""
-        self._fragment, self._ledger = fragment, ledger
+        self._fragment, self.ledger = fragment, ledger
 
     def offer(self, delta: object, weight: float) -> Offer:
         """Return a contribution that the ranks have encoded."""
@@ -74,7 +80,7 @@ class RemoteResidual:
         self._write("load", values=state["mass_N"])
 
     def _write(self, kind: str, **fields: Any) -> None:  # noqa: ANN401 - of a settlement
-        self._ledger.append(Settlement(kind=kind, fragment=self._fragment, **fields))
+        self.ledger.append(Settlement(kind=kind, fragment=self._fragment, **fields))
 
 
 def cut(

@@ -865,7 +865,7 @@ class Difference:
     def __init__(self, fragment: Fragment, a_F: Tensor, b_F: Tensor) -> None:
         """Keep two vectors returned by `Fragment.cut`."""
         self._fragment = fragment
-        self._a_F, self._b_F = a_F, b_F
+        self.a_F, self.b_F = a_F, b_F
 
     def __call__(self) -> Tensor:
         """Return all of it, as a new vector of F values."""
@@ -876,6 +876,6 @@ class Difference:
     def write_(self, run: slice, out: Tensor) -> None:
         """Write the values of `run`, whole pieces of the fragment, to `out`."""
         at = 0
-        for a, b in self._fragment.places(run, self._a_F, self._b_F):
+        for a, b in self._fragment.places(run, self.a_F, self.b_F):
             torch.sub(a, b, out=out[at : at + a.numel()].view(a.shape))
             at += a.numel()

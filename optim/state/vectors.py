@@ -15,7 +15,7 @@ import ctypes
 import mmap
 import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -41,6 +41,25 @@ class Allocate(Protocol):
         ...
 
 
+def _of_heap(length: int) -> np.ndarray:
+    return np.empty(length, dtype=np.float32)
+
+
+_memory: Callable[[int], np.ndarray] = _of_heap
+
+
+def take_memory_from(function: Callable[[int], np.ndarray]) -> None:
+    """Take the memory of long vectors from a function from now on: fp32 of a given length.
+
+    What waits to be used again goes back to the system, and what is still in use follows it.
+    """
+    global _memory
+    if function is not _memory:
+        _memory = function
+        for kept in list(_spare.values()):
+            kept.clear()
+
+
 def empty(numel: int, dtype: torch.dtype = torch.float32) -> Tensor:
     """Return an uninitialised vector on the CPU, fp32 or bf16."""
     if dtype == torch.bfloat16:  # two of its values take the place of one
@@ -53,9 +72,9 @@ def empty(numel: int, dtype: torch.dtype = torch.float32) -> Tensor:
     try:
         memory = _spare[length].pop()
     except (KeyError, IndexError):  # no `if` before: another thread may take the last one
-        memory = np.empty(length, dtype=np.float32)
+        memory = _memory(length)
     lease = memory[:numel]  # an object of its own, which all tensors of it keep alive
-    weakref.finalize(lease, _keep, memory).atexit = False
+    weakref.finalize(lease, _keep, memory, _memory).atexit = False
     return torch.from_numpy(lease)
 
 
@@ -86,11 +105,13 @@ def joined(parts: Sequence[Tensor]) -> Tensor:
     return parts[0].as_strided((stop - start,), (1,))
 
 
-def _keep(memory: np.ndarray) -> None:
+def _keep(memory: np.ndarray, came_from: Callable[[int], np.ndarray]) -> None:
     """Keep memory that is no longer in use.
 
     It takes no lock: it runs in the thread that drops the last reference, perhaps inside `empty`.
     """
+    if came_from is not _memory:
+        return
     _spare.setdefault(memory.size, deque()).append(memory)
     excess = spare_bytes() - SPARE * 4 * _longest
     for length in list(_spare):

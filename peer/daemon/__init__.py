@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING
 from atoll.coordinator.exports import exports
 
 if TYPE_CHECKING:
-    from atoll.peer.daemon.network import connect, open_reducer
+    from atoll.peer.daemon.joining import open_reducer
+    from atoll.peer.daemon.network import connect
     from atoll.peer.daemon.process import join_and_train
 
 __all__ = ["connect", "join_and_train", "open_reducer"]
 
 __getattr__ = exports(
-    __name__, {"connect": "network", "join_and_train": "process", "open_reducer": "network"}
+    __name__, {"connect": "network", "join_and_train": "process", "open_reducer": "joining"}
 )

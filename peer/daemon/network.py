@@ -20,28 +20,15 @@ import logging
 import math
 import re
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from atoll.coordinator.run.invite import Invite
 from atoll.coordinator.run.levels import LOGGING, Level
-from atoll.coordinator.run.phases import OnPhase
-from atoll.coordinator.run.spec import RunSpec
 from atoll.coordinator.run.text import clean
-from atoll.peer.daemon.gossip_run import GossipRun
-from atoll.peer.daemon.log_run import LogRun
-from atoll.peer.daemon.loop_thread import LoopThread
-from atoll.peer.daemon.membership import FetchTokenizer, Membership
+from atoll.peer.daemon.beside.trainer_side import NetworkProcess, SeatReducer
 from atoll.peer.daemon.options import LISTEN, PeerOptions
-from atoll.peer.daemon.peer import Admit, MakeFirst, Peer, StartRun
-from atoll.peer.daemon.pipeline_run import PipelineRun
-from atoll.peer.daemon.reducer import RunReducer
 from atoll.peer.paths import peer_state_dir
-
-
-class WrongRole(ValueError):
-    """The invite is for another role than the one that is asked for."""
-
 
 _log = logging.getLogger(__name__)
 
@@ -57,7 +44,7 @@ def connect(
     timeout_s: float | None = None,
     listen: str | Sequence[str] = LISTEN,
     announce: str | Sequence[str] = (),
-) -> RunReducer:
+) -> SeatReducer:
     """Join a run from a training loop of your own.
 
     The model and the data are the caller's: nothing that the run's spec names is run or read. What
@@ -85,6 +72,7 @@ def connect(
         CoordinatorError: the coordinator refuses this peer.
         WrongRole: the invite is for keepers.
         TimeoutError: this peer could not join in time.
+        NetworkLost: the network process has died; later, its reducer raises this too.
     """
     if timeout_s is not None and not timeout_s > 0:
         raise ValueError(f"expected a timeout_s above 0, or None, got {timeout_s}")
@@ -106,8 +94,12 @@ def connect(
         _log_event(level, text)
 
     try:
-        reducer = open_reducer(
-            options, on_event=on_event, timeout_s=math.inf if timeout_s is None else timeout_s
+        network = NetworkProcess(
+            options,
+            on_event=on_event,
+            stopping=threading.Event(),
+            timeout_s=math.inf if timeout_s is None else timeout_s,
+            device=device,
         )
     except TimeoutError:
         if timeout_s is None:
@@ -117,8 +109,7 @@ def connect(
             f"could not join within {timeout_s:g} s{why}; check with `atoll status INVITE` that "
             "the coordinator is up, or wait longer with timeout_s"
         ) from None
-    reducer.progress.device = device
-    return reducer
+    return SeatReducer(network)
 
 
 def _addresses(option: str, given: str | Sequence[str]) -> tuple[str, ...]:
@@ -135,97 +126,6 @@ def _addresses(option: str, given: str | Sequence[str]) -> tuple[str, ...]:
                 f"{address!r}"
             )
     return addresses
-
-
-def open_reducer(
-    options: PeerOptions,
-    *,
-    on_event: Callable[[Level, str], None],
-    on_phase: OnPhase = lambda phase, position, left=None: None,
-    stopping: threading.Event | None = None,
-    admit: Admit | None = None,
-    timeout_s: float = math.inf,
-) -> RunReducer:
-    """Join and recover; return once the peer holds a verified state.
-
-    Args: as `open_peer`.
-
-    Raises:
-        WrongRole: the invite is for keepers, which do not train.
-        Exception: as `open_peer`.
-    """
-    thread = open_peer(
-        options,
-        on_event=on_event,
-        on_phase=on_phase,
-        stopping=stopping,
-        admit=admit,
-        timeout_s=timeout_s,
-    )
-    try:
-        if isinstance(thread.value.run, PipelineRun):
-            raise WrongRole(
-                "the run is a pipeline, whose peers hold a stage of the model each; join with "
-                "`atoll peer`"
-            )
-        if thread.value.is_keeper:
-            raise WrongRole(
-                "the invite is for keepers, which do not train; start `atoll peer` with it, and "
-                "ask the organiser for an invite for trainers"
-            )
-        return thread.value.run.reducer(thread)
-    except BaseException:
-        thread.close()
-        raise
-
-
-def open_peer(
-    options: PeerOptions,
-    *,
-    on_event: Callable[[Level, str], None],
-    on_phase: OnPhase = lambda phase, position, left=None: None,
-    stopping: threading.Event | None = None,
-    admit: Admit | None = None,
-    make_first: MakeFirst | None = None,
-    timeout_s: float = math.inf,
-) -> LoopThread[Peer]:
-    """Join and recover; return the peer in its thread once it holds a verified state.
-
-    Args:
-        options: what the peer's owner decides.
-        on_event: takes what a person may want to read, in several threads.
-        on_phase: takes the part of a round that this peer is in, and its position.
-        stopping: ends the wait, from another thread or a signal handler.
-        admit: returns if the owner wants this run; by default calling this is the owner's yes.
-        make_first: builds the run's first state, which is fetched otherwise.
-        timeout_s: seconds for which to try.
-
-    Raises:
-        StateDirectoryError: the state directory is not usable.
-        CoordinatorError: the coordinator refuses this peer.
-        PortInUse: the peer cannot listen where it should.
-        KeyboardInterrupt: `stopping` was set.
-        TimeoutError: joining took longer.
-    """
-    peer = Peer.open(
-        options,
-        _kind_of,
-        admit=admit or _admit_all,
-        make_first=make_first,
-        on_event=on_event,
-        on_phase=on_phase,
-    )
-    return LoopThread(peer, stopping, timeout_s=timeout_s)
-
-
-async def _admit_all(membership: Membership, fetch: FetchTokenizer) -> None:
-    pass
-
-
-def _kind_of(spec: RunSpec) -> StartRun:
-    if spec.method().reduction == "pairs":
-        return GossipRun.start
-    return PipelineRun.start if spec.topology.stages > 1 else LogRun.start
 
 
 def _log_event(level: Level, text: str) -> None:

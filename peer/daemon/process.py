@@ -31,15 +31,15 @@ from atoll.optim.ranks.reducer import Led
 from atoll.optim.reducer import Reducer
 from atoll.optim.state.layout import Layout
 from atoll.peer.daemon.consent import Ask, Consent, needs_of
+from atoll.peer.daemon.joining import open_peer
 from atoll.peer.daemon.loop_thread import LoopThread
 from atoll.peer.daemon.membership import expect_run
-from atoll.peer.daemon.network import WrongRole, open_peer
 from atoll.peer.daemon.options import PeerOptions, StageMove
 from atoll.peer.daemon.peer import Peer
 from atoll.peer.daemon.pipeline_run import PipelineRun, stage_needs
 from atoll.peer.daemon.reducer import NetworkReducer, RunReducer, TrainerView
 from atoll.peer.daemon.tally import Account
-from atoll.peer.errors import ModelError, SavedStateError
+from atoll.peer.errors import ModelError, SavedStateError, WrongRole
 from atoll.peer.inference.served import ServedStage
 from atoll.peer.paths import PeerPaths
 from atoll.peer.training.opening import first_state, slices_of, stage_slices

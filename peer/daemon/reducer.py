@@ -25,10 +25,11 @@ from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from atoll.coordinator.run.spec import RunSpec
 from atoll.optim.log.electorate import after
@@ -42,8 +43,6 @@ from atoll.optim.state.layout import Fragment, Layout, LayoutError
 from atoll.optim.state.outer_state import OuterState
 from atoll.peer.daemon.background import background_threads
 from atoll.peer.daemon.loop_thread import LoopThread
-from atoll.peer.errors import DataError
-from atoll.peer.extras import extra
 from atoll.peer.rounds.consensus.member import OfferedWindow
 from atoll.peer.rounds.context import Context
 from atoll.peer.rounds.engine import Rounds, Settled
@@ -270,55 +269,14 @@ class RunReducer(Reducer):
         """Return whether the run is complete: what is trained from here on reaches nobody."""
         return self.progress.is_over(self.position)
 
-    def build_model(
-        self,
-        *,
-        allow_model: str | None = None,
-        any_source: bool = False,
-        tokenizer: str | None = None,
-        init: str | None = None,
-    ) -> nn.Module:
-        """Build the run's model from its spec, on the CPU; joining replaces its weights.
-
-        Args:
-            allow_model: the custom model, as `module:function`, if the spec names one. It is code
-                on this machine, and runs only if it is named here too.
-            any_source: accept a custom model of another source than the run's.
-            tokenizer: this machine's copy of the tokenizer, if the spec names a file. One that
-                travels with the run is fetched, and kept in the state directory.
-            init: this machine's copy of the weights with which the run begins, needed if some of
-                them stay frozen.
+    def fetch_tokenizer(self) -> Path:
+        """Return where the tokenizer is that travels with the run; fetch it if it is not here.
 
         Raises:
-            ModelError: the model is not allowed, is of another source, or cannot be built.
-            DataError: the tokenizer is not named here, is another, did not arrive, or cannot be
-                opened.
-            TimeoutError: the tokenizer took too long to arrive.
+            DataError: it did not arrive, or cannot be parsed.
+            TimeoutError: it took too long to arrive.
         """
-        from atoll.peer.training.data.tokens import BYTES
-        from atoll.peer.training.opening import build_model, open_tokenizer
-        from atoll.peer.training.permission import Allowed, with_own_files
-
-        named, sent = self.spec.data.tokenizer, None
-        if named != BYTES and tokenizer is None and self.spec.data.tokenizer_bytes is not None:
-            extra("tokenizers", "the run's tokenizer")
-            sent = self._thread.run(self.peer.fetch_tokenizer(), timeout_s=FETCH_S)
-        elif named != BYTES and tokenizer is None:
-            raise DataError(
-                f"the run's tokenizer is the file {named!r} of the organiser's machine; give the "
-                "path of a copy: build_model(tokenizer=PATH)"
-            )
-        allowed = Allowed(
-            models=frozenset({allow_model} if allow_model else ()),
-            files=frozenset(name for name in (tokenizer, init) if name is not None),
-            sent_tokenizer=sent,
-            any_source=any_source,
-        )
-        spec = with_own_files(
-            self.spec, data=None, tokenizer=tokenizer, init=init, sent_tokenizer=sent
-        )
-        vocab_size = open_tokenizer(spec, allowed).vocab_size
-        return build_model(spec, vocab_size, allowed, own_loop=True)
+        return self._thread.run(self.peer.fetch_tokenizer(), timeout_s=FETCH_S)
 
     def close(self) -> None:
         """Leave the run: roster, connections, threads. Idempotent."""

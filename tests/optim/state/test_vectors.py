@@ -1,6 +1,7 @@
 import gc
 import weakref
 
+import numpy as np
 import torch
 
 from atoll.optim.state import vectors
@@ -102,3 +103,19 @@ def test_bytes_go_back_to_the_system_with_the_last_view():
         assert view == b"ab"
         del view
         assert memory is None or memory() is None
+
+
+def test_long_vectors_lie_where_they_are_told_to(monkeypatch):
+    made = []
+
+    def allocate(length):
+        made.append(np.zeros(length, dtype=np.float32))
+        return made[-1]
+
+    monkeypatch.setattr(vectors, "_allocate", vectors._allocate)
+    before = vectors.empty(vectors.LONG)
+    vectors.take_memory_from(allocate)
+    del before  # of the heap: it is not used again
+    first = vectors.empty(vectors.LONG)
+    assert first.data_ptr() == made[0].ctypes.data
+    vectors.release()

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from atoll.peer.daemon.network import open_reducer
+from atoll.peer.daemon.joining import open_reducer
 from atoll.peer.daemon.options import PeerOptions
 from atoll.peer.daemon.peer import Peer
 from atoll.peer.daemon.process import RunOptions, Stop, join_and_train

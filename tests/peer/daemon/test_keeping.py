@@ -13,7 +13,7 @@ from atoll.optim.state.layout import Layout
 from atoll.peer.daemon.consent import Consent, ConsentMissing
 from atoll.peer.daemon.keeping import KeptBallots
 from atoll.peer.daemon.membership import Membership
-from atoll.peer.daemon.network import WrongRole
+from atoll.peer.errors import WrongRole
 from atoll.peer.lab.own_keeper import keep_beside
 from atoll.peer.paths import PeerPaths
 from atoll.peer.rounds.consensus.round import NOWHERE, Place

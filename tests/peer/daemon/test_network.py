@@ -51,7 +51,7 @@ class Loop(threading.Thread):
     def __init__(self, invite, state_dir, seed):
         super().__init__(daemon=True)
         self.invite, self.state_dir, self.seed = str(invite), state_dir, seed
-        self.losses, self.synced_N, self.position = [], None, 0
+        self.losses, self.worker, self.position = [], None, 0
         self.start()
 
     def run(self):
@@ -62,14 +62,17 @@ class Loop(threading.Thread):
             )
         ) as reducer:
             inner_steps = reducer.spec.outer.inner_steps
-            join = reducer.method.worker
+
+            def join(*arguments, **options):
+                self.worker = reducer.method.worker(*arguments, **options)
+                return self.worker
+
             for statistics in train(reducer, self.seed, 10_000, inner_steps, join):
                 if statistics.position > self.position:
                     self.position = statistics.position
                     self.losses.append(statistics.loss)
                 if reducer.finished:
                     break
-            self.root = reducer._replica.state.root()
 
 
 @pytest.mark.parametrize(
@@ -87,9 +90,20 @@ def test_two_loops_of_their_own_train_one_model(organiser, tmp_path):
     assert {row.members for row in status.history} == {2}
     assert all(loop.losses[-1] < loop.losses[0] < 6 for loop in loops)
     state = organiser.up.coordinator.log.replica.state
-    assert {loop.root for loop in loops} == {state.root()}
+    assert all(torch.equal(loop.worker.synced_N, state.params_N) for loop in loops)
     assert {peer.name: peer.state for peer in status.peers} == {"a": "left", "b": "left"}
     assert all(0 < peer.loss < 6 and 0 < peer.utilisation < 1 for peer in status.peers)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("organiser", ["noloco"], indirect=True)
+def test_two_loops_by_gossip_end_all_rounds(organiser, tmp_path):
+    loops = [Loop(organiser.invite, tmp_path / name, seed) for seed, name in enumerate("ab")]
+    for loop in loops:
+        loop.join(90)
+        assert not loop.is_alive()
+    assert [loop.position for loop in loops] == [ROUNDS, ROUNDS]
+    assert all(loop.losses[-1] < loop.losses[0] < 6 for loop in loops)
 
 
 IMAGES = """
@@ -166,12 +180,15 @@ def test_a_coordinator_that_is_not_there_is_given_up(tmp_path):
         connect(path, state_dir=tmp_path / "state", listen=LOOPBACK[0], timeout_s=0.5)
 
 
-def test_the_dashboard_shows_the_device_of_a_loop(organiser, tmp_path):
+def test_the_dashboard_shows_the_device_of_a_loop(organiser, kit, tmp_path):
     with closing(
         connect(str(organiser.invite), state_dir=tmp_path, listen=LOOPBACK, device="cuda:7")
     ) as reducer:
-        reducer.progress.start()
-        assert reducer.progress.view().device == "cuda:7"
+        layout = Layout.of(example_diloco.ByteModel())
+        reducer.start(layout, torch.zeros(layout.numel), lambda commit: None)
+        kit.until(
+            lambda: [peer.device for peer in organiser.status().peers] == ["cuda:7"], "a heartbeat"
+        )
 
 
 def test_what_is_no_invite_is_refused(tmp_path):

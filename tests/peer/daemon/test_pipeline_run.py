@@ -9,9 +9,8 @@ import pytest
 import torch
 
 from atoll.optim.state.layout import Layout
-from atoll.peer.daemon.network import WrongRole
 from atoll.peer.daemon.pipeline_run import PipelineRun, frame_shape, hop_rules
-from atoll.peer.errors import ModelError
+from atoll.peer.errors import ModelError, WrongRole
 from atoll.peer.pipeline.hop import Hop
 from atoll.peer.pipeline.messages import OmitNote
 from atoll.peer.training.opening import first_state

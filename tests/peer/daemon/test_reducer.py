@@ -18,8 +18,6 @@ from atoll.optim.state.layout import CELL, Layout, LayoutError
 from atoll.optim.state.outer_state import OuterState
 from atoll.peer.daemon import reducer
 from atoll.peer.daemon.reducer import FAR_BEHIND, Reset
-from atoll.peer.errors import DataError, ModelError, SetupError
-from atoll.peer.training import opening
 from support.reducer_bench import (
     LAYOUT,
     ME,
@@ -49,59 +47,6 @@ def test_another_model_of_equal_size_names_the_first_parameter(bench):
     other = Layout(names=("v",), shapes=((NUMEL,),))
     with pytest.raises(LayoutError, match=r"differs: v \[\d+\] instead of w .*build_model\(\)"):
         bench().reducer.start(other, torch.zeros(NUMEL), lambda commit: None)
-
-
-def test_the_model_of_a_run_is_built_from_its_spec(bench):
-    sizes = {"dim": 16, "num_layers": 1, "num_heads": 2, "ffn_dim": 32}
-    spec = RunSpec.from_dict({"model": {"overrides": sizes}})
-    model = bench(spec=spec).reducer.build_model()
-    assert model.embedding.weight.shape == (256, 16)
-
-
-def test_code_and_files_that_a_spec_names_need_the_caller(bench):
-    custom = RunSpec.from_dict({"model": {"custom": "absent_module:build"}})
-    with pytest.raises(ModelError, match="absent_module:build"):
-        bench(spec=custom).reducer.build_model()
-    with pytest.raises(ModelError, match="cannot import 'absent_module'"):
-        bench(spec=custom).reducer.build_model(allow_model="absent_module:build")
-    tokens = RunSpec.from_dict({"data": {"tokenizer": "/absent/tokenizer.json"}})
-    with pytest.raises(DataError, match=r"build_model\(tokenizer=PATH\)"):
-        bench(spec=tokens).reducer.build_model()
-    with pytest.raises(SetupError, match=r"mine\.json"):  # allowed: the one that is here is opened
-        bench(spec=tokens).reducer.build_model(tokenizer="mine.json")
-
-
-def test_a_tokenizer_that_travels_with_the_run_is_fetched(bench, tmp_path, monkeypatch):
-    kept = tmp_path / "tokenizer.json"
-    sizes = {"dim": 16, "num_layers": 1, "num_heads": 2, "ffn_dim": 32}
-    sent = {"tokenizer": "/theirs/t.json", "tokenizer_sha256": "0" * 64, "tokenizer_bytes": 5}
-    each = bench(spec=RunSpec.from_dict({"model": {"overrides": sizes}, "data": sent}))
-
-    async def fetch():
-        return kept
-
-    def opened(spec, allowed):
-        allowed.expect_tokenizer(spec)
-        assert spec.data.tokenizer == str(kept)
-        return types.SimpleNamespace(vocab_size=300)
-
-    each.thread.value = types.SimpleNamespace(fetch_tokenizer=fetch)
-    monkeypatch.setattr(opening, "open_tokenizer", opened)
-    monkeypatch.setattr(reducer, "extra", lambda module, what: None)
-    assert each.reducer.build_model().embedding.weight.shape == (300, 16)
-
-
-def test_a_model_of_another_source_is_built_only_if_the_caller_says(bench, tmp_path, monkeypatch):
-    (tmp_path / "own_source.py").write_text(
-        "from torch import nn\nfrom atoll.peer.training.models import model\n"
-        "@model(tokens=False)\ndef build(): return nn.Linear(2, 1)\n"
-    )
-    monkeypatch.syspath_prepend(tmp_path)
-    name = "own_source:build"
-    spec = RunSpec.from_dict({"model": {"custom": name, "source_sha256": "0" * 64}})
-    with pytest.raises(ModelError, match="not the run's: expected the SHA-256 000000000000"):
-        bench(spec=spec).reducer.build_model(allow_model=name)
-    assert bench(spec=spec).reducer.build_model(allow_model=name, any_source=True).in_features == 2
 
 
 def test_a_contribution_is_offered_with_its_weight(bench):

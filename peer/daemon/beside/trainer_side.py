@@ -1,0 +1,475 @@
+"""The trainer's side of the network process: starting and ending it, asking it, its reducer.
+
+    NetworkLine       questions and answers
+    NetworkProcess    a line to a process of its own, from its start until `close`
+    SeatReducer       what a training loop gets for its reducer
+
+A thread reads what the process says; whoever asks waits for the answer. The process is started with
+a fresh interpreter, so neither threads nor CUDA of this one matter. If it dies, each question
+raises `NetworkLost`; if this process dies, it leaves the run and ends.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import math
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent import futures
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from atoll.coordinator.run.levels import Level
+from atoll.coordinator.run.phases import OnPhase, RoundPhase
+from atoll.coordinator.run.spec import RunSpec
+from atoll.optim.ranks.residuals import Settlement
+from atoll.optim.reducer import Commit, Contribution, Reducer, Residual, Settle
+from atoll.optim.schedules import Timetable
+from atoll.optim.state.layout import Difference, Fragment, Layout
+from atoll.peer.daemon.beside.channel import Channel, ChannelClosed
+from atoll.peer.daemon.beside.segments import use_for_vectors
+from atoll.peer.daemon.options import PeerOptions
+from atoll.peer.errors import DataError, NetworkLost
+from atoll.peer.extras import extra
+
+PROGRAM = "atoll.peer.daemon.beside.network_side"
+CLOSE_S = 50.0  # twice what a loop takes to leave, and what surrounds that
+STOP_POLL_S = 0.1  # how soon the network process learns that the trainer should stop
+EXIT_S = 10.0  # between the end of a channel and that of its process
+ANSWER_S = 60.0  # after a stop, before the network process counts as stuck
+
+_log = logging.getLogger(__name__)
+
+
+class NetworkLine:
+    """The line to a network side, which has joined a run."""
+
+    def __init__(
+        self,
+        connection: socket.socket,
+        *,
+        on_event: Callable[[Level, str], None],
+        on_phase: OnPhase = lambda phase, position, left=None: None,
+        stopping: threading.Event,
+    ) -> None:
+        """Begin to read; `stopping` ends each wait."""
+        self.stopping = stopping
+        self._on_event, self._on_phase = on_event, on_phase
+        self._told_to_stop = False
+        self._numbers = itertools.count()
+        self._joined: Future[dict[str, Any]] = Future()
+        self._waiting: dict[int, Future[Answer]] = {}
+        self._parting: BaseException | None = None
+        """Why the other side has left, if it failed."""
+        self._lost: BaseException | None = None
+        self._channel = Channel(connection)
+        self._reader = threading.Thread(target=self._read, name="atoll-beside", daemon=True)
+        self._reader.start()
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What a trainer has to know of the run, once the other side has joined."""
+        facts: dict[str, Any] = self._await(self._joined)
+        return facts
+
+    def ask(self, name: str, *values: Any) -> Answer:  # noqa: ANN401 - what a channel carries
+        """Let the other side do something, after all that it was asked before; wait for it.
+
+        Raises:
+            NetworkLost: it is gone, or does not answer although it should stop.
+        """
+        future: Future[Answer] = Future()
+        number = next(self._numbers)
+        self._waiting[number] = future
+        if self._lost is not None:
+            raise self._lost
+        self._send(name, number, *values)
+        answer: Answer = self._await(future)
+        return answer
+
+    def close(self) -> None:
+        """Let the other side leave the run, and wait until it has. Idempotent.
+
+        Raises:
+            Exception: whatever leaving raised.
+        """
+        self.stopping.set()
+        with suppress(ChannelClosed):
+            self._channel.send("close")
+        self._reader.join()
+        self._channel.close()
+        parting, self._parting = self._parting, None
+        if parting is not None and self._joined.exception() is None:
+            raise parting
+
+    def _send(self, kind: str, *values: Any) -> None:  # noqa: ANN401 - what a channel carries
+        try:
+            self._channel.send(kind, *values)
+        except ChannelClosed:
+            self._reader.join()
+            raise (self._lost or self._loss()) from None
+
+    def _await(self, future: Future[Any]) -> Any:  # noqa: ANN401 - of the future
+        deadline_s = math.inf
+        while not futures.wait([future], timeout=STOP_POLL_S).done:
+            if self.stopping.is_set() and not self._told_to_stop:
+                self._told_to_stop = True
+                self._send("stop")
+            if self._told_to_stop:
+                deadline_s = min(deadline_s, time.monotonic() + ANSWER_S)
+            if time.monotonic() > deadline_s:
+                raise NetworkLost(f"the network process has not answered for {ANSWER_S:.0f} s")
+        return future.result()
+
+    # in the reader's thread
+
+    def _read(self) -> None:
+        try:
+            while True:
+                self._take(*self._channel.receive())
+        except ChannelClosed:
+            self._lose()
+
+    def _take(self, kind: str, values: tuple[Any, ...]) -> None:
+        if kind == "answer":
+            number, result, failure, news = values
+            self._waiting.pop(number).set_result(Answer(result, failure, News(**news)))
+        elif kind == "event":
+            self._on_event(*values)
+        elif kind == "phase":
+            phase, position, left = values
+            self._on_phase(RoundPhase(phase), position, left=left)
+        elif kind == "log":
+            name, level, text = values
+            logging.getLogger(name).log(level, "%s", text)
+        elif kind == "joined":
+            self._joined.set_result(values[0])
+        elif kind == "left":
+            self._parting = values[0]
+
+    def _lose(self) -> None:
+        """Let nobody wait any longer."""
+        failed = None if self._joined.done() else self._parting
+        self._lost = failed or self._loss()
+        if not self._joined.done():
+            self._joined.set_exception(self._lost)
+        for future in list(self._waiting.values()):
+            if not future.done():
+                future.set_exception(self._lost)
+
+    def _loss(self) -> NetworkLost:
+        """Return how the other side ended."""
+        return NetworkLost("the network process of this peer has closed its channel")
+
+
+class NetworkProcess(NetworkLine):
+    """A network side in a process of its own."""
+
+    def __init__(
+        self,
+        options: PeerOptions,
+        *,
+        on_event: Callable[[Level, str], None],
+        on_phase: OnPhase = lambda phase, position, left=None: None,
+        stopping: threading.Event,
+        timeout_s: float = math.inf,
+        device: str = "",
+    ) -> None:
+        """Start it, and return once the peer holds a verified state.
+
+        Args:
+            options: what the peer's owner decides.
+            on_event: takes what a person may want to read, in another thread.
+            on_phase: takes the part of a round that the peer is in, in another thread.
+            stopping: ends the wait, and each later one.
+            timeout_s: seconds for which to try to join.
+            device: shown on the dashboard.
+
+        Raises:
+            NetworkLost: it has died.
+            KeyboardInterrupt: `stopping` was set.
+            Exception: as `open_reducer`.
+        """
+        use_for_vectors()
+        ours, theirs = socket.socketpair()
+        with theirs:
+            self._process = subprocess.Popen(
+                # -P: nothing of the folder in which the loop runs is imported.
+                [sys.executable, "-P", "-m", PROGRAM, str(theirs.fileno())],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                process_group=0,  # Ctrl-C means the trainer, which then tells it
+            )
+        super().__init__(ours, on_event=on_event, on_phase=on_phase, stopping=stopping)
+        try:
+            self._send("join", _told(options, timeout_s=timeout_s, device=device))
+            self._await(self._joined)
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def pid(self) -> int:
+        """The number of the process."""
+        return self._process.pid
+
+    def close(self) -> None:
+        """Leave the run and end the process. Idempotent.
+
+        Raises:
+            Exception: whatever leaving raised.
+        """
+        killer = threading.Timer(CLOSE_S, self._process.kill)
+        killer.start()
+        try:
+            super().close()
+        finally:
+            self._process.wait()
+            killer.cancel()
+
+    def _loss(self) -> NetworkLost:
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(EXIT_S)
+        code = self._process.returncode
+        if code is None:
+            how = "has closed its channel"
+        elif code < 0:
+            how = f"was killed by {signal.Signals(-code).name}"
+        else:
+            how = f"has ended with code {code}"
+        return NetworkLost(
+            f"the network process of this peer {how}; start the peer again: it continues from its "
+            "state directory"
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class News:
+    """What became of the trainer's work since its last question."""
+
+    settled: Sequence[Settlement]
+    """Of residuals that ranks keep."""
+    commits: Sequence[Commit]
+    position: int
+    encode_s: float
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What the network process says to a question."""
+
+    result: Any
+    failure: BaseException | None
+    news: News
+
+
+class SeatReducer(Reducer):
+    """The reducer of a trainer whose network is beside it; see `RunReducer`."""
+
+    def __init__(self, network: NetworkLine) -> None:
+        """Take the run's facts from a network side that has joined; `close` ends it."""
+        facts = network.facts
+        self.spec = RunSpec.from_json(facts["spec"])
+        self.peer_id: str = facts["peer_id"]
+        self.method = self.spec.method()
+        """The run's method, whose `worker` goes into a training loop."""
+        self.stopping = network.stopping
+        """Set when the peer should stop: the trainer then waits for nothing more."""
+        self.network = network
+        self.encode_s = 0.0
+        """Seconds that encoding the last contribution took."""
+        self._num_fragments: int = facts["num_fragments"]
+        self._position: int = facts["position"]
+        self._fragments: Sequence[Fragment] = ()
+        self._settle: Settle | None = None
+        self._residuals: Sequence[Residual] = ()
+        """Kept by ranks; else the network process keeps them."""
+
+    @property
+    def position(self) -> int:
+        """Entries of the log that the trainer has taken; by gossip, the round that it is in."""
+        return self._position
+
+    @property
+    def fragments(self) -> Sequence[Fragment]:
+        """The pieces into which the method cuts the run's model; known after `start`."""
+        return self._fragments
+
+    @property
+    def timetable(self) -> Timetable:
+        """Steps and windows of the run by position."""
+        return self.spec.timetable(self._num_fragments)
+
+    @property
+    def finished(self) -> bool:
+        """Return whether the run is complete: what is trained from here on reaches nobody."""
+        return 0 < self.spec.run.rounds <= self.position
+
+    def start(self, layout: Layout, params_N: Tensor, settle: Settle) -> Tensor:
+        """Join the run; the parameters come from the run, not from the caller.
+
+        Raises:
+            LayoutError: the model is not the run's.
+        """
+        self._settle = settle
+        synced_N: Tensor = self._ask("start", layout.to_json())
+        self._fragments = self.method.fragments(layout)
+        return synced_N
+
+    def submit(self, contribution: Contribution) -> None:
+        """Offer a contribution at the next position of its fragment, once it is encoded.
+
+        Raises:
+            WorkRefused: its tokens or steps are absurd.
+            CodecError, OSError, sqlite3.Error: as `wait`, where it waits.
+        """
+        if self._settle is None:
+            raise RuntimeError("expected start() first")
+        fields, delta = vars(contribution).copy(), contribution.delta
+        del fields["delta"]
+        if isinstance(delta, Difference):
+            self._ask("submit", fields, delta.a_F, delta.b_F)
+        else:
+            self._ask("submit", fields, delta, None)
+
+    def wait(self) -> None:
+        """Deliver what is decided, until the contribution that is due is; see `Reducer`.
+
+        Ends also when the peer stops or the run is complete.
+
+        Raises:
+            CodecError: what was submitted can't be encoded.
+            OSError, sqlite3.Error: the disk is full or failed.
+            NetworkLost: the network process has died.
+        """
+        self._ask("wait")
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return everything that a restart needs to continue in the same bits."""
+        state: dict[str, Any] = self._ask("state_dict")
+        if self._residuals:
+            state["feedback"] = [residual.state_dict() for residual in self._residuals]
+        return state
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Resume after a restart, if the log shows what became of this peer's contributions."""
+        self._ask("load_state_dict", dict(state))
+
+    def build_model(
+        self,
+        *,
+        allow_model: str | None = None,
+        any_source: bool = False,
+        tokenizer: str | None = None,
+        init: str | None = None,
+    ) -> nn.Module:
+        """Build the run's model from its spec, on the CPU; joining replaces its weights.
+
+        Args:
+            allow_model: the custom model, as `module:function`, if the spec names one. It is code
+                on this machine, and runs only if it is named here too.
+            any_source: accept a custom model of another source than the run's.
+            tokenizer: this machine's copy of the tokenizer, if the spec names a file. One that
+                travels with the run is fetched, and kept in the state directory.
+            init: this machine's copy of the weights with which the run begins, needed if some of
+                them stay frozen.
+
+        Raises:
+            ModelError: the model is not allowed, is of another source, or cannot be built.
+            DataError: the tokenizer is not named here, is another, did not arrive, or cannot be
+                opened.
+            TimeoutError: the tokenizer took too long to arrive.
+        """
+        from atoll.peer.training.data.tokens import BYTES
+        from atoll.peer.training.opening import build_model, open_tokenizer
+        from atoll.peer.training.permission import Allowed, with_own_files
+
+        named, sent = self.spec.data.tokenizer, None
+        if named != BYTES and tokenizer is None and self.spec.data.tokenizer_bytes is not None:
+            extra("tokenizers", "the run's tokenizer")
+            sent = Path(self._ask("fetch_tokenizer"))
+        elif named != BYTES and tokenizer is None:
+            raise DataError(
+                f"the run's tokenizer is the file {named!r} of the organiser's machine; give the "
+                "path of a copy: build_model(tokenizer=PATH)"
+            )
+        allowed = Allowed(
+            models=frozenset({allow_model} if allow_model else ()),
+            files=frozenset(name for name in (tokenizer, init) if name is not None),
+            sent_tokenizer=sent,
+            any_source=any_source,
+        )
+        spec = with_own_files(
+            self.spec, data=None, tokenizer=tokenizer, init=init, sent_tokenizer=sent
+        )
+        vocab_size = open_tokenizer(spec, allowed).vocab_size
+        return build_model(spec, vocab_size, allowed, own_loop=True)
+
+    # for the ranks of a peer (`atoll.optim.ranks`)
+
+    def leave_residuals(self, keep: Callable[[int], Residual]) -> None:
+        """Let `keep(fragment)` keep each residual; contributions then hold an `Offer`."""
+        self._ask("leave_residuals")
+        self._residuals = [keep(fragment) for fragment in range(self._num_fragments)]
+
+    def weight_of(self, fragment: int, tokens: int, steps: int) -> float:
+        """Return the weight at which a contribution has to be encoded now.
+
+        Raises:
+            WorkRefused: its tokens or steps are absurd.
+        """
+        return float(self._ask("weight_of", fragment, tokens, steps))
+
+    def await_residuals(self) -> None:
+        """Wait until all that was decided has been settled."""
+        self._ask("await_residuals")
+
+    def close(self) -> None:
+        """Leave the run: roster, connections, the network process. Idempotent."""
+        self.network.close()
+
+    def _ask(self, name: str, *values: Any) -> Any:  # noqa: ANN401 - what a channel carries
+        """Ask the network process, deliver what was decided meanwhile, and return the answer."""
+        answer = self.network.ask(name, *values)
+        news = answer.news
+        for entry in news.settled:
+            entry.write_to(self._residuals[entry.fragment])
+        for commit in news.commits:
+            self._position = commit.position
+            assert self._settle is not None, "a reducer settles only after start"
+            self._settle(commit)
+        self._position, self.encode_s = news.position, news.encode_s
+        if answer.failure is not None:
+            raise answer.failure
+        return answer.result
+
+
+def _told(options: PeerOptions, *, timeout_s: float, device: str) -> dict[str, Any]:
+    """Return what the network process has to know, as a channel carries it."""
+    rates = options.rates
+    return {
+        "invite": str(options.invite),
+        "state_dir": str(options.state_dir.absolute()),
+        "name": options.name,
+        "listen": options.listen,
+        "announce": options.announce,
+        "rates": (rates.uplink_mbit_s, rates.downlink_mbit_s),
+        "relay_mbit_s": options.relay_mbit_s,
+        "timeout_s": timeout_s,
+        "device": device,
+        "threads": torch.get_num_threads(),
+        "level": logging.getLogger("atoll").getEffectiveLevel(),
+    }

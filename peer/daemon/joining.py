@@ -1,0 +1,114 @@
+"""Joining a run: the peer in its loop, and the reducer of a training loop over it.
+
+This is what the network process does for a trainer (`beside`).
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable
+
+from atoll.coordinator.run.levels import Level
+from atoll.coordinator.run.phases import OnPhase
+from atoll.coordinator.run.spec import RunSpec
+from atoll.peer.daemon.gossip_run import GossipRun
+from atoll.peer.daemon.log_run import LogRun
+from atoll.peer.daemon.loop_thread import LoopThread
+from atoll.peer.daemon.membership import FetchTokenizer, Membership
+from atoll.peer.daemon.options import PeerOptions
+from atoll.peer.daemon.peer import Admit, MakeFirst, Peer, StartRun
+from atoll.peer.daemon.pipeline_run import PipelineRun
+from atoll.peer.daemon.reducer import RunReducer
+from atoll.peer.errors import WrongRole
+
+
+def open_reducer(
+    options: PeerOptions,
+    *,
+    on_event: Callable[[Level, str], None],
+    on_phase: OnPhase = lambda phase, position, left=None: None,
+    stopping: threading.Event | None = None,
+    admit: Admit | None = None,
+    timeout_s: float = math.inf,
+) -> RunReducer:
+    """Join and recover; return once the peer holds a verified state.
+
+    Args: as `open_peer`.
+
+    Raises:
+        WrongRole: the invite is for keepers, which do not train.
+        Exception: as `open_peer`.
+    """
+    thread = open_peer(
+        options,
+        on_event=on_event,
+        on_phase=on_phase,
+        stopping=stopping,
+        admit=admit,
+        timeout_s=timeout_s,
+    )
+    try:
+        if isinstance(thread.value.run, PipelineRun):
+            raise WrongRole(
+                "the run is a pipeline, whose peers hold a stage of the model each; join with "
+                "`atoll peer`"
+            )
+        if thread.value.is_keeper:
+            raise WrongRole(
+                "the invite is for keepers, which do not train; start `atoll peer` with it, and "
+                "ask the organiser for an invite for trainers"
+            )
+        return thread.value.run.reducer(thread)
+    except BaseException:
+        thread.close()
+        raise
+
+
+def open_peer(
+    options: PeerOptions,
+    *,
+    on_event: Callable[[Level, str], None],
+    on_phase: OnPhase = lambda phase, position, left=None: None,
+    stopping: threading.Event | None = None,
+    admit: Admit | None = None,
+    make_first: MakeFirst | None = None,
+    timeout_s: float = math.inf,
+) -> LoopThread[Peer]:
+    """Join and recover; return the peer in its thread once it holds a verified state.
+
+    Args:
+        options: what the peer's owner decides.
+        on_event: takes what a person may want to read, in several threads.
+        on_phase: takes the part of a round that this peer is in, and its position.
+        stopping: ends the wait, from another thread or a signal handler.
+        admit: returns if the owner wants this run; by default calling this is the owner's yes.
+        make_first: builds the run's first state, which is fetched otherwise.
+        timeout_s: seconds for which to try.
+
+    Raises:
+        StateDirectoryError: the state directory is not usable.
+        CoordinatorError: the coordinator refuses this peer.
+        PortInUse: the peer cannot listen where it should.
+        KeyboardInterrupt: `stopping` was set.
+        TimeoutError: joining took longer.
+    """
+    peer = Peer.open(
+        options,
+        _kind_of,
+        admit=admit or _admit_all,
+        make_first=make_first,
+        on_event=on_event,
+        on_phase=on_phase,
+    )
+    return LoopThread(peer, stopping, timeout_s=timeout_s)
+
+
+async def _admit_all(membership: Membership, fetch: FetchTokenizer) -> None:
+    pass
+
+
+def _kind_of(spec: RunSpec) -> StartRun:
+    if spec.method().reduction == "pairs":
+        return GossipRun.start
+    return PipelineRun.start if spec.topology.stages > 1 else LogRun.start

@@ -14,6 +14,7 @@ import itertools
 import threading
 from collections import deque
 from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 
 import torch
@@ -53,6 +54,20 @@ def on_device(device: torch.device, tensor: Tensor) -> Tensor:
     moved = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
     to_device([(tensor, moved)])
     return moved
+
+
+def beside(device: torch.device) -> AbstractContextManager[object]:
+    """Return a context in which work on a GPU runs beside what other threads have given to it.
+
+    In the common stream each wait for a result would be one for the training step that was
+    given before. Values come from the host and go back to it, so nothing else has to be waited for.
+    """
+    return torch.cuda.stream(_stream(device)) if device.type == "cuda" else nullcontext()
+
+
+@cache
+def _stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
 class _Ring:

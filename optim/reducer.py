@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 from atoll.optim.reduction.contribution import Offer
@@ -106,6 +107,10 @@ class Residual(Protocol):
 
     def offer(self, delta: Any, weight: float) -> Offer:  # noqa: ANN401 - as `Contribution.delta`
         """Encode a contribution; see `Feedback.offer`."""
+        ...
+
+    def encode_on(self, device: torch.device) -> None:
+        """Encode on a device from now on; see `Feedback.encode_on`."""
         ...
 
     def settle(

@@ -371,7 +371,9 @@ def window(place: Place, sizes: Sizes, folder: Path) -> Found:
         ("on the CPU", torch.device("cpu")),
         ("on the device", place.device.device),
     ):
-        feedback = residual_of(method, worker.fragments[0], where)
+        feedback = residual_of(method, worker.fragments[0])
+        feedback.encode_on(where)
+        feedback.offer(local_N, 1.0)  # peers use its memory again
         timed(f"encode with feedback, {name}", 1, partial(feedback.offer, local_N, 1.0))
     tree = {
         "model": learner.model.state_dict(),

@@ -55,7 +55,6 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
-from atoll.compression.base import CPU
 from atoll.compression.sparse import Sparse
 from atoll.optim.log.electorate import Succession, after, at_base, remembered
 from atoll.optim.log.entry import (
@@ -262,8 +261,8 @@ def cells_of(method: Method, fragment: Fragment) -> Cells:
     )
 
 
-def residual_of(method: Method, fragment: Fragment, device: torch.device = CPU) -> Feedback:
-    """Return a member's error feedback of a fragment, empty, which encodes on a device.
+def residual_of(method: Method, fragment: Fragment) -> Feedback:
+    """Return a member's error feedback of a fragment, empty.
 
     Raises:
         ValueError: feedback does not go with the codec.
@@ -275,7 +274,6 @@ def residual_of(method: Method, fragment: Fragment, device: torch.device = CPU) 
         beta=method.residual,
         pieces=fragment.pieces,
         against_update=by_factors,
-        device=CPU if by_factors else device,  # whose input is sent as it is
     )
 
 

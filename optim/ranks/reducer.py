@@ -186,6 +186,11 @@ class RankReducer(Reducer):
         self._share_news()
         return synced_R
 
+    def encode_on(self, device: torch.device) -> None:
+        """Encode this rank's ranges on a device from now on; call it once started."""
+        for feedback in self._feedback:
+            feedback.encode_on(device)
+
     def submit(self, contribution: Contribution) -> None:
         """Encode this rank's range; the leader hands in all of them as one contribution.
 

@@ -62,6 +62,9 @@ class RemoteResidual:
         assert isinstance(delta, Offer), "ranks hand in what they have encoded"
         return delta
 
+    def encode_on(self, device: torch.device) -> None:
+        raise AssertionError("each rank chooses its own device")
+
     def settle(
         self, offer: Offer, included: Tensor, *, weight: float, update_F: Update | None = None
     ) -> None:

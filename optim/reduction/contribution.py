@@ -31,6 +31,7 @@ the average exists nowhere else.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -58,6 +59,8 @@ from atoll.optim.state.layout import (
 )
 from atoll.optim.state.outer_step import to_fp32
 from atoll.optim.state.updates import Update, dense
+
+_log = logging.getLogger(__name__)
 
 WeightRule = Literal["rate", "tokens", "equal"]
 
@@ -302,7 +305,6 @@ class Feedback:
         beta: float = 1.0,
         pieces: Sequence[Dims] | None = None,
         against_update: bool = False,
-        device: torch.device = CPU,
     ) -> None:
         """Start with no residual, as a joiner does.
 
@@ -313,8 +315,6 @@ class Feedback:
             pieces: shapes of what is encoded one by one; the cells of the grid by default.
             against_update: measure the loss of an inclusion against the update that all peers
                 applied, not against this peer's frames; then owners have no credit.
-            device: encodes what is sent. Frames of another device may differ in the codecs whose
-                codes follow from sums (`fp16`, `int8-uniform`, `ternary`); all decode alike.
 
         Raises:
             ValueError: when beta is outside [0, 1], or above 0 with an unbiased codec, whose
@@ -333,14 +333,27 @@ class Feedback:
         self.numel = numel
         self.pieces = grid(numel) if pieces is None else tuple(pieces)
         self._slices = piece_slices(self.pieces)
-        self._device = device
-        at_once = AT_ONCE if device.type == "cpu" else AT_ONCE_ON_DEVICE
-        self._batches = list(batches(codec, self.pieces, at_once))
+        self._use(CPU)
         self.mass_N = torch.zeros(numel if beta > 0 else 0)
         self._offered = False
         """An offer may still be settled."""
         self._credited: list[tuple[slice, Update]] = []
         """Credits since that offer; its `after_N` lacks them, so `settle` adds them."""
+
+    def encode_on(self, device: torch.device) -> None:
+        """Encode what is sent on a device from now on, unless it is sent as it is.
+
+        Frames from another device may differ in the codecs whose codes follow from sums (`fp16`,
+        `int8-uniform`, `ternary`) or from ties (`topk`). All decode alike, and the residual is that
+        of the frames.
+        """
+        if not self.against_update:
+            self._use(device)
+
+    def _use(self, device: torch.device) -> None:
+        self._device = device
+        at_once = AT_ONCE if device.type == "cpu" else AT_ONCE_ON_DEVICE
+        self._batches = list(batches(self.codec, self.pieces, at_once))
 
     def offer(self, delta: Tensor | Difference, weight: float) -> Offer:
         """Encode a contribution together with the residual, which stays as it is.
@@ -354,6 +367,15 @@ class Feedback:
         Raises:
             CodecError: when delta holds NaN or infinity.
         """
+        try:
+            with staging.beside(self._device):
+                return self._offer(delta, weight)
+        except torch.OutOfMemoryError:  # training has the rest of the GPU, and goes first
+            _log.info("the GPU has no memory left to encode: the CPU does it from now on")
+            self._use(CPU)
+            return self._offer(delta, weight)
+
+    def _offer(self, delta: Tensor | Difference, weight: float) -> Offer:
         frames, squares = [b""] * len(self.pieces), [0.0] * len(self.pieces)
         chosen: list[tuple[slice, TopK, Sparse]] = []
         after_N = vectors.empty(self.numel) if self._keeps(weight) else None

@@ -51,7 +51,7 @@ MAX_JSON_BYTES = 1 << 24  # 100,000 parameters with names of 150 letters
 TILE = 64  # SparseLoCo's and DeMo's chunks: 64 x 64 values
 MAX_PIECE = 2 * CELL  # values, unless TILE rows have more: parts are cut between pieces only
 AT_ONCE = MAX_TILES  # pieces that are encoded at once: more calls cost more than the cache gives
-AT_ONCE_ON_DEVICE = 256  # of a GPU, which does little at a time: 64 MiB of values
+AT_ONCE_ON_DEVICE = 64  # of a GPU: 16 MiB of values, and some times as much of scratch beside it
 RUN = CELL  # values: four vectors of so many are 1 MiB, as much as an L2 cache
 # torch.compile puts this in front of each name. Peers that compile and peers that do not must
 # have the same layout, hence the same digest.

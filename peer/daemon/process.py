@@ -28,7 +28,6 @@ from atoll.dht.identity import short
 from atoll.optim.methods import MethodError
 from atoll.optim.ranks import RankReducer
 from atoll.optim.ranks.reducer import Led
-from atoll.optim.reducer import Reducer
 from atoll.optim.state.layout import Layout
 from atoll.peer.daemon.consent import Ask, Consent, needs_of
 from atoll.peer.daemon.joining import open_peer
@@ -311,9 +310,10 @@ def _train(options: RunOptions, reducer: RunReducer, narrator: Narrator, stop: S
         return False
     run = ranks.agreed(run)
     spec = options.spec_with_own_files(spec)
+    shared = _shared(reducer, ranks)
     trainer = Trainer(
         spec,
-        _shared(reducer, ranks),
+        shared,
         _trainer_options(
             options,
             run,
@@ -324,6 +324,7 @@ def _train(options: RunOptions, reducer: RunReducer, narrator: Narrator, stop: S
             stage=_seat(peer),
         ),
     )
+    shared.encode_on(trainer.device.device)
     if isinstance(peer.run, PipelineRun) and isinstance(trainer.learner, StageLearner):
         shape = trainer.learner.model.shape
         known = slices_of(spec, shape.vocab_size, options.allowed)
@@ -386,7 +387,7 @@ def _seat(peer: Peer) -> StageSeat | None:
     return StageSeat(module=peer.module, bench=run.bench, is_complete=lambda: run.is_complete)
 
 
-def _shared(reducer: RunReducer, ranks: OneRank) -> Reducer:
+def _shared(reducer: RunReducer, ranks: OneRank) -> RunReducer | RankReducer:
     """Return what the trainer of the first rank takes for its reducer.
 
     Raises:
@@ -415,11 +416,9 @@ def follow(options: RunOptions) -> None:
     if run is None:
         return
     spec = RunSpec.from_json(run["spec"].encode())
-    trainer = Trainer(
-        options.spec_with_own_files(spec),
-        RankReducer(ranks.ranks, _expect_first),
-        _trainer_options(options, run),
-    )
+    reducer = RankReducer(ranks.ranks, _expect_first)
+    trainer = Trainer(options.spec_with_own_files(spec), reducer, _trainer_options(options, run))
+    reducer.encode_on(trainer.device.device)
     if run["has_state"]:
         with suppress(SavedStateError):  # the first rank reports it
             trainer.load(PeerPaths(root=options.peer.state_dir).trainer(run["module"]))

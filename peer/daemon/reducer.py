@@ -269,6 +269,9 @@ class RunReducer(Reducer):
         """Return whether the run is complete: what is trained from here on reaches nobody."""
         return self.progress.is_over(self.position)
 
+    def encode_on(self, device: torch.device) -> None:
+        """Encode contributions on a device from now on, if this run encodes any."""
+
     def fetch_tokenizer(self) -> Path:
         """Return where the tokenizer is that travels with the run; fetch it if it is not here.
 
@@ -480,6 +483,10 @@ class NetworkReducer(RunReducer):
     def leave_residuals(self, keep: Callable[[int], Residual]) -> None:
         """Let `keep(fragment)` keep each residual; contributions then hold an `Offer`."""
         self._residuals = [keep(fragment) for fragment in range(len(self._residuals))]
+
+    def encode_on(self, device: torch.device) -> None:
+        for residual in self._residuals:
+            residual.encode_on(device)
 
     def _encode(self, contribution: Contribution, weight: float, number: int) -> OfferedWindow:
         started = time.perf_counter()

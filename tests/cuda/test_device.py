@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from atoll.compression import parse, staging
-from atoll.compression.base import CPU
 from atoll.compression.scratch import TILE
 from atoll.coordinator.run.sections import InnerSection
 from atoll.optim import in_process, methods
@@ -112,7 +111,8 @@ def test_a_gpu_encodes_cosine_transforms_as_the_cpu_would():
 def expect_same_offers(method, device):
     """Let one peer encode on the CPU and one on the device, and settle three offers."""
     (fragment,) = method.fragments(Layout(names=("a",), shapes=((300, 1000),)))
-    here, there = (residual_of(method, fragment, each) for each in (CPU, device.device))
+    here, there = (residual_of(method, fragment) for _ in range(2))
+    there.encode_on(device.device)
     for seed in range(3):
         delta_N = torch.randn(300_000, generator=torch.Generator().manual_seed(seed)) * 1e-3
         offers = [feedback.offer(delta_N, 2.0) for feedback in (here, there)]
@@ -128,7 +128,8 @@ def expect_same_offers(method, device):
 def test_what_a_device_encodes_in_its_own_way_decodes_alike(device, codec):
     method = methods.parse(f"diloco(codec={codec})")
     (fragment,) = method.fragments(Layout(names=("a",), shapes=((300_000,),)))
-    here, there = (residual_of(method, fragment, each) for each in (CPU, device.device))
+    here, there = (residual_of(method, fragment) for _ in range(2))
+    there.encode_on(device.device)
     delta_N = torch.randn(300_000, generator=torch.Generator().manual_seed(0)) * 1e-3
     mine, other = (feedback.offer(delta_N, 1.0) for feedback in (here, there))
     assert other.norm == pytest.approx(mine.norm, rel=1e-3)

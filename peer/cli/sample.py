@@ -10,14 +10,13 @@ from typing import TYPE_CHECKING
 
 from atoll.peer.cli import Subparsers, add_named_files, new_parser, print_json
 from atoll.peer.cli.watching import read_invite
+from atoll.peer.daemon.options import TEXT_WAIT_S
 
 if TYPE_CHECKING:
     from atoll.coordinator.run.invite import Invite
     from atoll.coordinator.run.levels import Level
     from atoll.peer.daemon.live_text import LiveOptions
     from atoll.peer.training.sampling import SamplingOptions
-
-WAIT_S = 60.0  # a peer that moves to an empty stage is there within a minute
 
 
 def add_parser(subparsers: Subparsers) -> None:
@@ -72,9 +71,10 @@ def add_parser(subparsers: Subparsers) -> None:
     parser.add_argument(
         "--wait",
         type=_seconds,
-        default=WAIT_S,
+        default=TEXT_WAIT_S,
         metavar="SECONDS",
-        help=f"Longest wait for a peer that serves a stage, with an INVITE (default: {WAIT_S:g}).",
+        help="Longest wait for a peer that serves a stage, with an INVITE (default: "
+        f"{TEXT_WAIT_S:g}).",
     )
     parser.add_argument("--json", action="store_true", help="Print one line of JSON when done.")
 

@@ -25,7 +25,7 @@ from atoll.dht.addresses import usable
 from atoll.dht.identity import Identity
 from atoll.dht.node import Node
 from atoll.peer.daemon.membership import StateDirectory, StateDirectoryInUse
-from atoll.peer.daemon.options import LISTEN
+from atoll.peer.daemon.options import LISTEN, TEXT_WAIT_S
 from atoll.peer.daemon.sent_tokenizer import keep_tokenizer
 from atoll.peer.extras import extra
 from atoll.peer.inference.client import LiveModel
@@ -34,8 +34,6 @@ from atoll.peer.training.data.tokens import Tokenizer
 from atoll.peer.training.opening import open_tokenizer, slices_of
 from atoll.peer.training.permission import Allowed, with_own_files
 from atoll.peer.training.sampling import Continuation, SamplingOptions
-
-WAIT_S = 60.0  # for a server: a peer that moves to an empty stage is there within a minute
 
 
 class DenseRun(ValueError):
@@ -55,7 +53,7 @@ class LiveOptions:
     """Custom models that the spec may name, as `module:function`."""
     any_model_source: bool = False
     """Accept a custom model of another source than the run's."""
-    wait_s: float = WAIT_S
+    wait_s: float = TEXT_WAIT_S
     """How long to wait for a server of a stage."""
     listen: tuple[str, ...] = LISTEN
 

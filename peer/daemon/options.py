@@ -12,6 +12,7 @@ from atoll.coordinator.run.invite import Invite
 
 MAX_NAME_CHARS = 64  # dashboards have narrow columns
 LISTEN = ("/ip4/0.0.0.0/tcp/0", "/ip6/::/tcp/0")  # the second only where there is IPv6
+TEXT_WAIT_S = 60.0  # for a server of a text: a peer moves to an empty stage within a minute
 RELAY_MBIT_S = 25.0  # enough for the control streams of hundreds; bodies go through owners
 
 

@@ -51,6 +51,7 @@ from pipeline_lab import (
     stage_rate,
 )
 
+from atoll.coordinator.run.phases import AT_REST
 from atoll.dht.testing.wan import WanLab, WanLink
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -130,6 +131,8 @@ class Churn:
     undisturbed: float
     """fraction of the bound before the first kill"""
     fraction: float
+    in_rounds: float
+    """fraction of the time that peers were in a round, or waited for one"""
     rounds: list[int]
     """of each stage"""
     chains: int
@@ -390,6 +393,13 @@ def churn_of(
         living_tokens_per_s=ROWS * could,
         undisturbed=sum(each.rate(from_s, first_s) for each in calm) / living(from_s),
         fraction=rate / could,
+        in_rounds=statistics.mean(
+            peer["phase"] not in AT_REST
+            for look in looks
+            if from_s <= look["at"] <= until_s
+            for peer in look["peers"]
+            if peer["flow"] is not None
+        ),
         rounds=[max(n for module, n in chains if module == each) for each in modules],
         chains=max(len(each) for (_, position), each in chains.items() if position),
         omitted=omissions(found, from_s, until_s),
@@ -435,12 +445,14 @@ def churn_table(found: dict[str, Any]) -> str:
     """Return the run with kills as Markdown."""
     omitted = ", ".join(f"{reason} {n}" for reason, n in found["omitted"].items()) or "0"
     return (
-        "| churn | kills | tokens/s | the living could | of it | before the first kill | rounds "
-        "| chains | counted | omitted | resent | twice | cores | date, commit |\n"
-        f"{'|---' * 14}|\n"
+        "| churn | kills | tokens/s | the living could | of it | before the first kill "
+        "| in rounds | rounds | chains | counted | omitted | resent | twice | cores "
+        "| date, commit |\n"
+        f"{'|---' * 15}|\n"
         f"| {found['minutes']:.1f} min | {found['kills']} | {found['tokens_per_s']:,.0f} "
         f"| {found['living_tokens_per_s']:,.0f} | {found['fraction']:.2f} "
-        f"| {found['undisturbed']:.2f} | {', '.join(map(str, found['rounds']))} "
+        f"| {found['undisturbed']:.2f} | {found['in_rounds']:.0%} "
+        f"| {', '.join(map(str, found['rounds']))} "
         f"| {found['chains']} | {found['counted']} | {omitted} | {found['resends']} "
         f"| {found['double_counts']} | {found['busy_cores']:.1f} "
         f"| {found['date']}, {found['commit']} |"

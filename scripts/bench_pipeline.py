@@ -61,6 +61,7 @@ MARKS = ("<!-- rows of pipeline.json -->", "<!-- end of rows -->")
 # docs/benchmarks/pipeline.md states what each of these is about.
 RATIO, UNEQUAL, LIVING = 0.85, 0.9, 0.9
 SETTLE_S, MEASURE_S = 8.0, 20.0
+RELINK_S = 16.0  # until the peers have found that their links became faster
 CONGESTION = "cubic"  # Linux's default; this machine's may be another
 MTU = 1500  # of the internet: the queue of a link of 10 Mbit/s holds 28 packets of 9,000 bytes
 FIRST_S = 120.0  # until all peers have counted something
@@ -270,7 +271,7 @@ def over_links(seconds: float) -> Iterator[Row]:
         for mbit, rtt_ms in LINKS:
             link = link_of(mbit, rtt_ms)
             case.lab.links[:] = [WanLink(delay_ms=link.delay_ms)] + [link] * EQUAL.peers
-            time.sleep(SETTLE_S)
+            time.sleep(RELINK_S)
             yield measure(case, f"{mbit:g} Mbit/s, {rtt_ms:g} ms", link, seconds)
 
 

@@ -54,9 +54,10 @@ MIN_IN_FLIGHT_BYTES = 1 << 18
 FLOW_S = 2.0  # of a reading: long enough that bursts of confirmations make a few percent
 FLOW_SHARE = 0.95  # of what was found: full queues drop packets, and each connection slows down
 # One reading in so many probes for more, since a pace shows no more than itself: in 2 s its queue
-# grows by 0.2 s at most. The median of three counts, as a busy machine takes confirmations in
-# bursts: on links of 10 Mbit/s readings of 12 and 14 were seen.
-PROBE_EVERY, PROBE_GAIN, KEPT_PROBES = 4, 1.1, 3
+# grows by 0.2 s at most. Of probes that the link did not carry the median of three counts: a busy
+# machine takes confirmations in bursts.
+PROBE_EVERY, PROBE_GAIN, KEPT_PROBES = 4, 0.1, 3
+MAX_PROBE_GAIN = 1.0  # while one probe after the other is carried, as the link became faster
 LOST_SHARE = 0.02  # of what is unconfirmed, a reading: what was sent to the dead never is
 # Of what is unconfirmed, in a round trip and the time of a queue. If less comes, the rest is lost:
 # 256 KiB on a link of 1 Mbit/s are confirmed twice as fast.
@@ -194,25 +195,33 @@ class FlowEstimate:
     """Mbit/s of the newest readings that no pace held"""
     since_probe: int = 0
     """readings"""
+    carried: int = 0
+    """probes in a row that the link carried"""
 
     @property
     def pace_mbit_s(self) -> float | None:
         """Return how fast to send; None for as fast as it goes."""
         if len(self.probes) < KEPT_PROBES:
             return None
-        return statistics.median(self.probes) * (PROBE_GAIN if self._is_probe else FLOW_SHARE)
+        gain = min(PROBE_GAIN * 2.0**self.carried, MAX_PROBE_GAIN)
+        return statistics.median(self.probes) * (1 + gain if self._is_probe else FLOW_SHARE)
 
     @property
     def _is_probe(self) -> bool:
-        return len(self.probes) < KEPT_PROBES or self.since_probe == PROBE_EVERY - 1
+        return self.carried > 0 or self.since_probe == PROBE_EVERY - 1
 
     def after(self, saturated_mbit_s: float | None) -> FlowEstimate:
         """Return the estimate after a reading; 0 or None if nothing waited for the link."""
-        if not saturated_mbit_s:
+        rate, pace = saturated_mbit_s, self.pace_mbit_s
+        if not rate:
             return self
-        if not self._is_probe:
+        if pace is not None and not self._is_probe:
             return replace(self, since_probe=self.since_probe + 1)
-        return FlowEstimate(probes=(*self.probes, saturated_mbit_s)[-KEPT_PROBES:])
+        if pace is not None and rate >= FOUND_SHARE * pace:  # not more, whatever a burst shows
+            return FlowEstimate(probes=(pace,) * KEPT_PROBES, carried=self.carried + 1)
+        if self.carried:  # the first that is too much for the link shows what it carries
+            return FlowEstimate(probes=(rate,) * KEPT_PROBES)
+        return FlowEstimate(probes=(*self.probes, rate)[-KEPT_PROBES:])
 
 
 Order = tuple[int, ...]

@@ -654,16 +654,19 @@ class Flowing:
     def statistics(self):
         return SimpleNamespace(wire_bytes_delivered=self.delivered, wire_bytes_received=0)
 
-    def _arrive(self):
-        self.delivered += MESSAGE
+    def _arrive(self, num_bytes):
+        self.delivered += num_bytes
 
     async def _send(self):
+        packets = 16
         loop = asyncio.get_running_loop()
         while True:
             await self.link.pacer.turn(MESSAGE, (0,))
             self._free_at_s = max(loop.time(), self._free_at_s) + MESSAGE * 8e-6 / self.mbit_s
             self.queues_s.append(self._free_at_s - loop.time())
-            loop.call_at(self._free_at_s + 0.05, self._arrive)
+            for n in range(packets):
+                before_s = n * MESSAGE / packets * 8e-6 / self.mbit_s
+                loop.call_at(self._free_at_s - before_s + 0.05, self._arrive, MESSAGE // packets)
 
     async def flow(self, *spans_s):
         """Return of each span the Mbit/s that arrive, and the mean queue in seconds."""
@@ -714,9 +717,17 @@ def after_readings(probes, capacity_mbit_s, readings):
     return found
 
 
-def test_an_estimate_of_what_flows_rises_by_its_probes():
-    found = after_readings((3.0,) * KEPT_PROBES, 10.0, readings=40 * PROBE_EVERY)
-    assert found.pace_mbit_s == pytest.approx(FLOW_SHARE * 10.0)
+def test_an_estimate_of_what_flows_finds_a_faster_link_within_seconds():
+    readings = int(20 / FLOW_S)
+    assert after_readings((10.0,) * KEPT_PROBES, 25.0, readings).pace_mbit_s > 0.9 * 25.0
+    found = after_readings((10.0,) * KEPT_PROBES, 25.0, readings=12 * PROBE_EVERY)
+    assert found.pace_mbit_s == pytest.approx(FLOW_SHARE * 25.0)
+
+
+def test_a_probe_shows_no_more_than_it_offered():
+    found = FlowEstimate(probes=(9.0,) * KEPT_PROBES, since_probe=PROBE_EVERY - 1)
+    offered = found.pace_mbit_s
+    assert found.after(14.0).probes == (offered,) * KEPT_PROBES
 
 
 def test_an_estimate_of_what_flows_follows_a_link_that_became_slower():

@@ -349,9 +349,10 @@ class Carrier:
         line = self._lines.setdefault(send.peer, asyncio.Lock())
         try:
             async with line:
-                for part in map(memoryview, (send.payload.tokens, send.payload.frame)):
-                    for start in range(0, len(part), PIECE_BYTES):
-                        await self._send_piece(stream, part[start : start + PIECE_BYTES])
+                for part in (send.payload.tokens, send.payload.frame):
+                    view = memoryview(part)
+                    for start in range(0, len(view), PIECE_BYTES):
+                        await self._send_piece(stream, view[start : start + PIECE_BYTES])
         finally:
             if not line.locked():
                 self._lines.pop(send.peer, None)

@@ -51,7 +51,7 @@ from atoll.peer.pipeline.messages import (
     payload_bytes,
     read_payload,
 )
-from atoll.peer.pipeline.outbox import FairTurns, Outbox
+from atoll.peer.pipeline.send_queue import FairTurns, SendQueue
 
 PASS, NOTE = "pass", "pass-note"
 CONNECT_S = 5.0  # a peer of the roster is connected already; else another one is tried
@@ -137,7 +137,7 @@ class Carrier:
         self.hop = hop
         self._transport, self._shape = transport, shape
         self._bench, self._tasks, self._compute = bench, tasks, compute
-        self._turn, self._outbox, self._fair = turn, Outbox(), FairTurns()
+        self._turn, self._queue, self._fair = turn, SendQueue(), FairTurns()
         self._lines: dict[str, asyncio.Lock] = {}
         """by peer: its payloads leave one after the other"""
         self._ended = ended or Ended()
@@ -194,7 +194,7 @@ class Carrier:
             elif isinstance(action, SendPass) and action.asks:
                 self._begin_send(action)
             elif isinstance(action, SendPass):
-                self._outbox.put(action)
+                self._queue.put(action)
             elif isinstance(action, Tell):
                 self._tasks.spawn(self._tell, action)
             elif isinstance(action, MicrobatchEnded):
@@ -291,7 +291,7 @@ class Carrier:
     # Sending
 
     def _begin_sends(self) -> None:
-        while (send := self._outbox.take()) is not None:
+        while (send := self._queue.take()) is not None:
             self._begin_send(send)
 
     def _begin_send(self, send: SendPass) -> None:
@@ -299,13 +299,13 @@ class Carrier:
         if remaining_ms:
             self._tasks.spawn(self._send, send, remaining_ms)
         else:  # it waited in vain, and the hop has noted that already
-            self._outbox.end(send)
+            self._queue.end(send)
 
     async def _send(self, send: SendPass, remaining_ms: int) -> None:
         try:
             failure = await self._sent(send, remaining_ms)
         finally:
-            self._outbox.end(send)
+            self._queue.end(send)
         if failure is not None:
             self.act(self.hop.send_failed(send, failure, self._now()))
         self._begin_sends()
@@ -327,7 +327,7 @@ class Carrier:
                 if answer.verdict != "accepted":
                     return None
                 await self._send_payload(stream, send)
-                self._outbox.end(send)
+                self._queue.end(send)
                 self._begin_sends()
                 if await stream.recv(timeout_s=PROGRESS_S) != TAKEN:
                     return "lost"

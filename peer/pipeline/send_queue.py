@@ -31,7 +31,7 @@ class _Lane:
         return len(self.begun) < LEAST_BEGUN or sum(self.begun.values()) < AHEAD_BYTES
 
 
-class Outbox:
+class SendQueue:
     """The sends that wait for their turn, and those that have begun."""
 
     def __init__(self) -> None:

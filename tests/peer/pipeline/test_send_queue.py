@@ -2,7 +2,7 @@ from itertools import count
 
 from atoll.peer.pipeline.actions import SendPass
 from atoll.peer.pipeline.messages import Payload
-from atoll.peer.pipeline.outbox import AHEAD_BYTES, LEAST_BEGUN, FairTurns, Outbox
+from atoll.peer.pipeline.send_queue import AHEAD_BYTES, LEAST_BEGUN, FairTurns, SendQueue
 from support.pipelines import header
 
 NUMBERS = count()
@@ -18,47 +18,47 @@ def send(direction="forward", num_bytes=AHEAD_BYTES // 4):
     )
 
 
-def taken(outbox):
+def taken(queue):
     """All sends that may begin now."""
     found = []
-    while (each := outbox.take()) is not None:
+    while (each := queue.take()) is not None:
         found.append(each)
     return found
 
 
 def test_few_outputs_begin_and_the_oldest_first():
-    outbox, sends = Outbox(), [send() for _ in range(10)]
+    queue, sends = SendQueue(), [send() for _ in range(10)]
     for each in sends:
-        outbox.put(each)
-    assert taken(outbox) == sends[:4]
-    outbox.end(sends[2])
-    assert taken(outbox) == [sends[4]]
+        queue.put(each)
+    assert taken(queue) == sends[:4]
+    queue.end(sends[2])
+    assert taken(queue) == [sends[4]]
 
 
 def test_a_return_waits_for_no_output():
-    outbox, outputs, returns = Outbox(), [send() for _ in range(6)], [send("backward")]
+    queue, outputs, returns = SendQueue(), [send() for _ in range(6)], [send("backward")]
     for each in outputs:
-        outbox.put(each)
-    assert len(taken(outbox)) == 4
-    outbox.put(returns[0])
-    assert taken(outbox) == returns
+        queue.put(each)
+    assert len(taken(queue)) == 4
+    queue.put(returns[0])
+    assert taken(queue) == returns
 
 
 def test_returns_begin_before_outputs_that_waited_longer():
-    outbox, output, back = Outbox(), send(), send("backward")
-    outbox.put(output)
-    outbox.put(back)
-    assert taken(outbox) == [back, output]
+    queue, output, back = SendQueue(), send(), send("backward")
+    queue.put(output)
+    queue.put(back)
+    assert taken(queue) == [back, output]
 
 
 def test_two_begin_however_large_they_are():
-    outbox, sends = Outbox(), [send(num_bytes=2 * AHEAD_BYTES) for _ in range(3)]
+    queue, sends = SendQueue(), [send(num_bytes=2 * AHEAD_BYTES) for _ in range(3)]
     for each in sends:
-        outbox.put(each)
-    assert taken(outbox) == sends[:LEAST_BEGUN]
-    outbox.end(sends[0])
-    outbox.end(sends[0])  # a send that fails after its payload has left ends twice
-    assert taken(outbox) == sends[2:]
+        queue.put(each)
+    assert taken(queue) == sends[:LEAST_BEGUN]
+    queue.end(sends[0])
+    queue.end(sends[0])  # a send that fails after its payload has left ends twice
+    assert taken(queue) == sends[2:]
 
 
 def served(fair, want, num_bytes):

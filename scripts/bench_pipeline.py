@@ -51,6 +51,7 @@ from pipeline_lab import (
     stage_rate,
 )
 
+from atoll.coordinator.run.phases import AT_REST
 from atoll.dht.testing.wan import WanLab, WanLink
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -60,6 +61,7 @@ MARKS = ("<!-- rows of pipeline.json -->", "<!-- end of rows -->")
 # docs/benchmarks/pipeline.md states what each of these is about.
 RATIO, UNEQUAL, LIVING = 0.85, 0.9, 0.9
 SETTLE_S, MEASURE_S = 8.0, 20.0
+RELINK_S = 16.0  # until the peers have found that their links became faster
 CONGESTION = "cubic"  # Linux's default; this machine's may be another
 MTU = 1500  # of the internet: the queue of a link of 10 Mbit/s holds 28 packets of 9,000 bytes
 FIRST_S = 120.0  # until all peers have counted something
@@ -130,6 +132,8 @@ class Churn:
     undisturbed: float
     """fraction of the bound before the first kill"""
     fraction: float
+    in_rounds: float
+    """fraction of the time that peers were in a round, or waited for one"""
     rounds: list[int]
     """of each stage"""
     chains: int
@@ -267,7 +271,7 @@ def over_links(seconds: float) -> Iterator[Row]:
         for mbit, rtt_ms in LINKS:
             link = link_of(mbit, rtt_ms)
             case.lab.links[:] = [WanLink(delay_ms=link.delay_ms)] + [link] * EQUAL.peers
-            time.sleep(SETTLE_S)
+            time.sleep(RELINK_S)
             yield measure(case, f"{mbit:g} Mbit/s, {rtt_ms:g} ms", link, seconds)
 
 
@@ -390,6 +394,13 @@ def churn_of(
         living_tokens_per_s=ROWS * could,
         undisturbed=sum(each.rate(from_s, first_s) for each in calm) / living(from_s),
         fraction=rate / could,
+        in_rounds=statistics.mean(
+            peer["phase"] not in AT_REST
+            for look in looks
+            if from_s <= look["at"] <= until_s
+            for peer in look["peers"]
+            if peer["flow"] is not None
+        ),
         rounds=[max(n for module, n in chains if module == each) for each in modules],
         chains=max(len(each) for (_, position), each in chains.items() if position),
         omitted=omissions(found, from_s, until_s),
@@ -435,12 +446,14 @@ def churn_table(found: dict[str, Any]) -> str:
     """Return the run with kills as Markdown."""
     omitted = ", ".join(f"{reason} {n}" for reason, n in found["omitted"].items()) or "0"
     return (
-        "| churn | kills | tokens/s | the living could | of it | before the first kill | rounds "
-        "| chains | counted | omitted | resent | twice | cores | date, commit |\n"
-        f"{'|---' * 14}|\n"
+        "| churn | kills | tokens/s | the living could | of it | before the first kill "
+        "| in rounds | rounds | chains | counted | omitted | resent | twice | cores "
+        "| date, commit |\n"
+        f"{'|---' * 15}|\n"
         f"| {found['minutes']:.1f} min | {found['kills']} | {found['tokens_per_s']:,.0f} "
         f"| {found['living_tokens_per_s']:,.0f} | {found['fraction']:.2f} "
-        f"| {found['undisturbed']:.2f} | {', '.join(map(str, found['rounds']))} "
+        f"| {found['undisturbed']:.2f} | {found['in_rounds']:.0%} "
+        f"| {', '.join(map(str, found['rounds']))} "
         f"| {found['chains']} | {found['counted']} | {omitted} | {found['resends']} "
         f"| {found['double_counts']} | {found['busy_cores']:.1f} "
         f"| {found['date']}, {found['commit']} |"

@@ -19,7 +19,7 @@ from atoll.coordinator.run.status import PeerStatus, RunStatus
 from atoll.peer.cli.watching import asking, read_invite
 
 LOOK_S = 1.0  # peers report as often
-FIELDS = ("name", "incarnation", "module", "state", "position", "chain", "tokens_total")
+FIELDS = ("name", "incarnation", "module", "state", "phase", "position", "chain", "tokens_total")
 
 
 def look(status: RunStatus) -> Mapping[str, Any]:

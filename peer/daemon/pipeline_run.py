@@ -121,6 +121,7 @@ class PipelineRun(LogRun):
             bench=self.bench,
             tasks=env.tasks,
             compute=env.compute,
+            turn=self.ctx.link.pacer.turn,
         )
         env.tasks.keep(self._carrier.keep)
 
@@ -153,7 +154,12 @@ class PipelineRun(LogRun):
 
     async def run(self) -> None:
         """Hold rounds, and look for the peers of the next stage."""
-        await together(super().run(), self._keep_looking(), self._keep_placing())
+        await together(
+            super().run(),
+            self.ctx.link.attend(self.ctx.transport),
+            self._keep_looking(),
+            self._keep_placing(),
+        )
 
     async def publish(self) -> None:
         """Put this peer's record into the roster, with its place in the pipeline."""

@@ -52,6 +52,9 @@ class SendPass:
     peer: str
     header: PassHeader
     payload: Payload
+    asks: bool = False
+    """Whether the peer had the payload before: probably only the header travels, and it need not
+    wait for other sends."""
 
     @property
     def key(self) -> PassKey:

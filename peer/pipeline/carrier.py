@@ -19,7 +19,6 @@ from atoll.dht.refusals import RefusalCode
 from atoll.dht.roster import PeerRecord
 from atoll.dht.tasks import KeptTasks, together
 from atoll.dht.transport import (
-    MAX_MESSAGE_BYTES,
     PeerUnreachable,
     Refused,
     Stream,
@@ -52,14 +51,21 @@ from atoll.peer.pipeline.messages import (
     payload_bytes,
     read_payload,
 )
+from atoll.peer.pipeline.send_queue import FairTurns, SendQueue
 
 PASS, NOTE = "pass", "pass-note"
 CONNECT_S = 5.0  # a peer of the roster is connected already; else another one is tried
 ANSWER_S = 5.0  # the receiver answers a header at once, from its loop
 PROGRESS_S = 10.0  # for a message of 1 MiB: 1 Mbit/s is too slow for a pipeline
 NOTE_S = 5.0
+PIECE_BYTES = 1 << 16  # for which a payload takes a turn: a return need not wait for a whole output
 TICK_S = 0.05  # passes take tenths of a second and more
+BEFORE_ROUNDS = -1  # where rounds have their position: a trainer in its round sends no passes
 TAKEN = b"\1"  # the receiver has the payload
+
+Turn = Callable[[int, tuple[int, ...]], asyncio.Future[None]]
+"""Takes a number of bytes and their rank, and returns what is done when they may leave: those of
+the smaller rank first. Cancelling it gives the turn up."""
 
 Job = RunJob | TakeStep | SettleHeld | MicrobatchEnded
 """What the trainer gets: computations, and the ends of the evaluations that it asked for."""
@@ -113,6 +119,7 @@ class Carrier:
         bench: Workbench,
         tasks: KeptTasks,
         compute: Compute,
+        turn: Turn,
         ended: Ended | None = None,
     ) -> None:
         """Serve passes from now on.
@@ -124,11 +131,15 @@ class Carrier:
             bench: takes the trainer's jobs and gives their results.
             tasks: own what this sends.
             compute: runs what would block the loop.
+            turn: of this peer's uplink, which rounds share.
             ended: takes what the hop reports of its own microbatches.
         """
         self.hop = hop
         self._transport, self._shape = transport, shape
         self._bench, self._tasks, self._compute = bench, tasks, compute
+        self._turn, self._queue, self._fair = turn, SendQueue(), FairTurns()
+        self._lines: dict[str, asyncio.Lock] = {}
+        """by peer: its payloads leave one after the other"""
         self._ended = ended or Ended()
         self._loop = asyncio.get_running_loop()
         self._known: dict[str, str] = {}
@@ -180,8 +191,10 @@ class Carrier:
         for action in actions:
             if isinstance(action, RunJob | TakeStep | SettleHeld):
                 self._bench.put(action)
+            elif isinstance(action, SendPass) and action.asks:
+                self._begin_send(action)
             elif isinstance(action, SendPass):
-                self._tasks.spawn(self._send, action)
+                self._queue.put(action)
             elif isinstance(action, Tell):
                 self._tasks.spawn(self._tell, action)
             elif isinstance(action, MicrobatchEnded):
@@ -191,6 +204,7 @@ class Carrier:
             elif isinstance(action, Drained):
                 self._ended.on_drained(action)
             # An `AnswerPass` belongs to the stream whose header was offered.
+        self._begin_sends()
 
     def _now(self) -> float:
         return self._loop.time()
@@ -276,27 +290,45 @@ class Carrier:
 
     # Sending
 
-    async def _send(self, send: SendPass) -> None:
-        failure = await self._sent(send)
+    def _begin_sends(self) -> None:
+        while (send := self._queue.take()) is not None:
+            self._begin_send(send)
+
+    def _begin_send(self, send: SendPass) -> None:
+        remaining_ms = self.hop.remaining_ms(send, self._now())
+        if remaining_ms:
+            self._tasks.spawn(self._send, send, remaining_ms)
+        else:  # it waited in vain, and the hop has noted that already
+            self._queue.end(send)
+
+    async def _send(self, send: SendPass, remaining_ms: int) -> None:
+        try:
+            failure = await self._sent(send, remaining_ms)
+        finally:
+            self._queue.end(send)
         if failure is not None:
             self.act(self.hop.send_failed(send, failure, self._now()))
+        self._begin_sends()
 
-    async def _sent(self, send: SendPass) -> SendFailure | None:
+    async def _sent(self, send: SendPass, remaining_ms: int) -> SendFailure | None:
         """Send a pass; return why it failed, None if it was answered and, if accepted, taken."""
         is_connected = False
+        header = send.header.model_copy(update={"remaining_ms": remaining_ms})
         try:
             # Beyond its time a pass is of no use to anybody, and a slow peer would keep its bytes.
             async with (
-                asyncio.timeout(send.header.remaining_ms / 1000),
+                asyncio.timeout(remaining_ms / 1000),
                 await self._transport.open(send.peer, PASS, timeout_s=CONNECT_S) as stream,
             ):
                 is_connected = True
-                await stream.send(send.header.encode(), timeout_s=ANSWER_S)
+                await stream.send(header.encode(), timeout_s=ANSWER_S)
                 answer = PassAnswer.decode(await stream.recv(timeout_s=ANSWER_S) or b"")
                 self.act(self.hop.answered(send, answer, self._now()))
                 if answer.verdict != "accepted":
                     return None
-                await self._send_payload(stream, send.payload)
+                await self._send_payload(stream, send)
+                self._queue.end(send)
+                self._begin_sends()
                 if await stream.recv(timeout_s=PROGRESS_S) != TAKEN:
                     return "lost"
         except TimeoutError:  # `DeadlineExceeded` is one
@@ -312,12 +344,28 @@ class Carrier:
         self.act(self.hop.delivered(send, self._now()))
         return None
 
-    async def _send_payload(self, stream: Stream, payload: Payload) -> None:
-        for part in (payload.tokens, payload.frame):
-            view = memoryview(part)
-            for start in range(0, len(view), MAX_MESSAGE_BYTES):
-                piece = view[start : start + MAX_MESSAGE_BYTES]
-                await stream.send(piece, timeout_s=PROGRESS_S)
+    async def _send_payload(self, stream: Stream, send: SendPass) -> None:
+        """Send a payload, after those to the same peer that were accepted before."""
+        line = self._lines.setdefault(send.peer, asyncio.Lock())
+        try:
+            async with line:
+                for part in (send.payload.tokens, send.payload.frame):
+                    view = memoryview(part)
+                    for start in range(0, len(view), PIECE_BYTES):
+                        await self._send_piece(stream, view[start : start + PIECE_BYTES])
+        finally:
+            if not line.locked():
+                self._lines.pop(send.peer, None)
+
+    async def _send_piece(self, stream: Stream, piece: memoryview) -> None:
+        rank = self._fair.rank(stream.remote, len(piece))
+        turn = self._turn(len(piece), (BEFORE_ROUNDS, rank))
+        try:
+            await turn
+        finally:
+            turn.cancel()  # a future, not a task: gives its place back
+        self._fair.left(rank)
+        await stream.send(piece, timeout_s=PROGRESS_S)
 
     async def _tell(self, tell: Tell) -> None:
         try:

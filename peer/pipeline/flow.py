@@ -119,6 +119,7 @@ class Flow:
         """Hand an output over, or let it wait for a free peer; omit it if no peer takes it."""
         if one.arriving_from:  # its return comes from an earlier peer
             one.phase, one.due_s = Phase.ROUTING, one.arriving_until_s
+            one.is_there = False
         elif self.router.is_hopeless(one):
             self.omit(one, "no-peer")
         elif (send := self.router.hand_over(one, now_s)) is not None:
@@ -136,6 +137,12 @@ class Flow:
         for one in self._books:
             if one.send is not None and one.send.peer == peer:
                 self.route(one, now_s)
+
+    def doubt(self, peer: str, now_s: float) -> None:
+        """Ask a peer of the next stage for all that it has, since something failed there."""
+        for one in self._books:
+            if one.is_there and one.send is not None and one.send.peer == peer:
+                one.due_s = min(one.due_s, now_s)
 
     def given_up(self, peer: str, key: PassKey, now_s: float) -> None:
         """Take the word of a peer of the next stage that it gives a pass up."""
@@ -226,6 +233,7 @@ class Flow:
         """Give a pass up, and tell the peers that sent it."""
         self.tallies.omitted[reason] += 1
         self.returns.drop(one)
+        self.router.close(one)
         if self._is_first:
             self._end_at_origin(one, reason)
         self.actions += [omit_note(one.key, reason, peer) for peer in one.requesters]
@@ -256,10 +264,13 @@ class Flow:
             self._replace(one, now_s)
 
     def _replace(self, one: Pass, now_s: float) -> None:
-        """Hand an output over again, since its peer or the return of an earlier one is too slow."""
+        """Ask for an output that takes long, or hand it over again."""
         if one.arriving_from:
             self.router.stalled(one, one.arriving_from, now_s)
             one.arriving_from = ""
+        elif one.phase is Phase.AWAITED and one.is_there and now_s < one.replace_at_s:
+            self.actions.append(self.router.ask(one, now_s))
+            return
         elif one.phase is Phase.AWAITED:
             self.router.was_silent(one, now_s)
         self.route(one, now_s)

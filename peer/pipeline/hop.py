@@ -56,7 +56,7 @@ from atoll.peer.pipeline.messages import (
     Payload,
     SettleNote,
 )
-from atoll.peer.pipeline.passes import HopRules, Pass, Phase
+from atoll.peer.pipeline.passes import HopRules, Pass, Phase, remaining_ms
 from atoll.peer.pipeline.tallies import HopStatistics, Wait
 
 
@@ -133,6 +133,10 @@ class Hop:
         """Note that a peer has taken a payload."""
         if send.header.is_return:
             self._flow.returns.delivered(send)
+            return self._advance(now_s)
+        one = self._flow.at_peer(send)
+        if one is not None:
+            self._flow.router.delivered(one, now_s)
         return self._advance(now_s)
 
     def send_failed(self, send: SendPass, failure: SendFailure, now_s: float) -> list[Action]:
@@ -143,11 +147,19 @@ class Hop:
         one = self._flow.at_peer(send)
         if one is not None:
             self._flow.router.failed(one, failure, now_s)
+            self._flow.doubt(send.peer, now_s)
             if failure == "own":  # it would fail alike on the way to any other peer
                 self._flow.omit(one, "failed")
             else:
                 self._flow.route(one, now_s)
         return self._advance(now_s)
+
+    def remaining_ms(self, send: SendPass, now_s: float) -> int:
+        """Return the time that a send has left; 0 if nobody needs it any more."""
+        if send.header.is_return:
+            return self._flow.returns.remaining_ms(send, now_s)
+        one = self._flow.at_peer(send)
+        return 0 if one is None else remaining_ms(one.deadline_s, now_s)
 
     def noted(self, peer: str, note: Note, now_s: float) -> list[Action]:
         """Take a peer's note."""

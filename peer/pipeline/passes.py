@@ -107,6 +107,10 @@ class Pass:
     """the hand-over of the output that counts now"""
     reservation: Reservation | None = None
     """of that hand-over, until it is settled"""
+    is_there: bool = False
+    """whether that peer has the output, as far as is known"""
+    replace_at_s: float = inf
+    """when another peer gets the output, whatever that one answers"""
     asked_at_s: dict[str, float] = field(default_factory=dict)
     """peers of the next stage that took the output: each may return it"""
     excluded: set[str] = field(default_factory=set)

@@ -99,6 +99,11 @@ class Returns:
         self._end(parcel)
         return self._next(parcel, now_s)
 
+    def remaining_ms(self, send: SendPass, now_s: float) -> int:
+        """Return the time that a return has left; 0 if it is not to be sent any more."""
+        parcel = self._of(send)
+        return 0 if parcel is None else remaining_ms(parcel.one.deadline_s, now_s)
+
     def tick(self, now_s: float) -> list[Action]:
         """Try again what is due."""
         due = [parcel for parcel in self._parcels.values() if parcel.due_s <= now_s]

@@ -4,9 +4,12 @@ A hop keeps its output until the return comes. A peer that breaks off, refuses, 
 silent for too long is replaced by another of its stage; the hop before notices nothing. Peers that
 had the output may still return it, and the first return counts.
 
-A hop waits for a silent peer for a share of the time that is left, or a multiple of what returns
-usually take if that is less. Both are greater the more stages follow, so that the hop next to the
-fault replaces it before those further up lose patience with their own neighbours.
+A hop whose output is with a peer for longer than returns usually take asks that peer again, under
+the same header. "Known" means that the peer lives and has it in work, or sends its return once
+more; then the hop waits on. Only without such an answer does the output go to another peer. So a
+queue that grows is no reason to compute anything twice. A peer that answers and never returns
+anything is replaced after a share of the time that is left, which is greater the more stages
+follow: the hop next to the fault acts before those further up do.
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ from atoll.peer.pipeline.messages import PassAnswer, RefusedPass
 from atoll.peer.pipeline.passes import HopRules, Pass, Phase, outward_header, remaining_ms
 from atoll.peer.pipeline.wiring import Pace, Wiring
 
-PATIENCE = 3.0  # usual returns; doubled for each stage that follows the next: its peers wait too
+PATIENCE = 3.0  # usual returns: most questions would be in vain before, and later they cost time
 LEAST_RETURN_S = 0.5  # of a usual return: below, a hiccup of the machine would count as silence
 VACANT_RETRY_S = 1.0  # while a stage has no peer: passes are routed at once when one appears
 
@@ -54,7 +57,7 @@ class Router:
 
         Then `one.due_s` says when to try again.
         """
-        self._close(one)
+        self.close(one)
         one.phase, one.due_s = Phase.ROUTING, one.deadline_s
         if not remaining_ms(one.deadline_s, now_s):
             return None
@@ -64,16 +67,36 @@ class Router:
             free_s = self.wiring.next_free_s(now_s, without)
             one.due_s = now_s + VACANT_RETRY_S if free_s is None else free_s
             return None
-        one.phase, one.due_s = Phase.AWAITED, now_s + self._patience_s(one, now_s)
-        one.reservation = reservation
+        one.phase, one.due_s = Phase.AWAITED, self._replace_at_s(one, now_s)
+        one.replace_at_s, one.reservation = one.due_s, reservation
+        self.resends += bool(one.asked_at_s)
+        return self._send(one, reservation.peer, now_s)
+
+    def ask(self, one: Pass, now_s: float) -> SendPass:
+        """Ask the peer of an output for it, since its return takes long."""
+        assert one.send is not None
+        if one.reservation is not None:
+            # Otherwise a load that grows quickly would have all passes asked for, again and again.
+            self._usual_return.add(now_s - one.reservation.at_s)
+        one.due_s, one.is_there = one.replace_at_s, False
+        return self._send(one, one.send.peer, now_s, asks=True)
+
+    def _send(self, one: Pass, peer: str, now_s: float, *, asks: bool = False) -> SendPass:
         one.send = SendPass(
             number=next(self._numbers),
-            peer=reservation.peer,
+            peer=peer,
             header=outward_header(one, self._rules, stage=self._next_stage, now_s=now_s),
             payload=one.output,
+            asks=asks,
         )
-        self.resends += bool(one.asked_at_s)
         return one.send
+
+    def delivered(self, one: Pass, now_s: float) -> None:
+        """Note that the peer has the output: from now on it has its time to return it."""
+        if one.phase is not Phase.AWAITED:
+            return
+        patience_s = PATIENCE * max(self._usual_return.row_s, LEAST_RETURN_S)
+        one.due_s, one.is_there = min(now_s + patience_s, one.replace_at_s), True
 
     def is_hopeless(self, one: Pass) -> bool:
         """Return whether all peers of the next stage have refused an output or given it up."""
@@ -84,7 +107,10 @@ class Router:
         assert one.send is not None and one.reservation is not None
         peer = one.send.peer
         if answer.verdict in ("accepted", "known"):
+            self.resends += one.send.asks and answer.verdict == "accepted"
             one.asked_at_s.setdefault(peer, one.reservation.at_s)
+            if answer.verdict == "known":
+                self.delivered(one, now_s)
             return True
         if answer.verdict == "busy":
             self.wiring.was_busy(one.reservation, answer.retry_ms / 1000, now_s)
@@ -94,8 +120,6 @@ class Router:
             self.wiring.was_unreachable(one.reservation, now_s)
         elif answer.reason == "stage":
             self.wiring.left(peer)
-        else:
-            self.wiring.cancel(one.reservation)
         return False
 
     def failed(self, one: Pass, failure: SendFailure, now_s: float) -> None:
@@ -108,15 +132,11 @@ class Router:
             self.wiring.was_unreachable(one.reservation, now_s)
         elif failure == "timed-out":
             self.wiring.was_slow(one.reservation, now_s)
-        else:
-            self.wiring.cancel(one.reservation)
 
     def was_silent(self, one: Pass, now_s: float) -> None:
         """Note that the return did not come in time."""
         if one.reservation is not None:
             self.wiring.was_slow(one.reservation, now_s)
-            # Otherwise a load that grows quickly would have all passes sent twice for good.
-            self._usual_return.add(now_s - one.reservation.at_s)
 
     def gave_up(self, one: Pass, peer: str, now_s: float) -> bool:
         """Note that a peer gave an output up; return whether it was the one that had it last."""
@@ -142,11 +162,15 @@ class Router:
             self.wiring.receipt(one.reservation, now_s)
         if peer in one.asked_at_s:
             self._usual_return.add(now_s - one.asked_at_s[peer])
-        self._close(one)
+        self.close(one)
         one.due_s = math.inf
 
-    def _close(self, one: Pass) -> None:
+    def close(self, one: Pass) -> None:
+        """Expect no return any more from the peer that had the output last."""
+        if one.reservation is not None:
+            self.wiring.settle(one.reservation)
         one.send = one.reservation = None
+        one.is_there = False
 
     def _without(self, one: Pass, now_s: float) -> set[str]:
         """Return the peers that do not get an output: prefer those that never had it."""
@@ -154,12 +178,10 @@ class Router:
         fresh = self.wiring.peers - out - one.asked_at_s.keys()
         return one.excluded | one.asked_at_s.keys() if fresh else set(one.excluded)
 
-    def _patience_s(self, one: Pass, now_s: float) -> float:
-        after = self._stages_after
-        usual_s = max(self._usual_return.row_s, LEAST_RETURN_S)
+    def _replace_at_s(self, one: Pass, now_s: float) -> float:
         left_s = one.deadline_s - now_s
-        most_s = min(left_s * after / (after + 1), PATIENCE * 2.0 ** (after - 1) * usual_s)
-        return max(most_s, min(left_s, LEAST_RETURN_S))
+        share = self._stages_after / (self._stages_after + 1)
+        return now_s + max(left_s * share, min(left_s, LEAST_RETURN_S))
 
 
 def numbered() -> Iterator[int]:

@@ -1,20 +1,20 @@
-"""Which peer of the next stage gets a microbatch: at random, in proportion to measured throughput.
+"""Which peer of the next stage gets a microbatch: the one that would be done with it first.
 
-Each peer has a virtual run time: the seconds for which it has been charged. The least one gets the
-next microbatch and is charged for it at once, at its estimated seconds a row, so microbatches that
-are selected before the first is done spread over all peers. Ties are broken at random. When the
-receipt comes, which is the return's arrival on this peer's own clock, the charge is corrected to
-what was measured.
+A peer's delay is what it has of this peer's and has not returned, with the new microbatch, times
+its measured seconds a row. The least delay is selected; ties are broken at random. So all peers
+have work for as long, each as much as its throughput is worth, and none runs out of it while others
+have a queue.
 
 Measured are the seconds from the hand-over, or from the same peer's last receipt if that is later,
-to the receipt. For a peer that always has work, that is the reciprocal of its throughput whatever
-the latency; for one that mostly waits for work it is the latency, at which it counts as slower than
-it is and is not starved. Their mean over time is exponential with bias correction. A time-out, and
-a pass that a peer gives up, count as slow: at least as twice the estimate.
+to the receipt, which is the return's arrival on this peer's own clock. For a peer that always has
+work, that is the reciprocal of its throughput whatever the latency; for one that mostly waits for
+work it is the latency. Such a one counts as slower than it is until it has a queue, which it gets
+as soon as the others' are longer. Their mean over time is exponential with bias correction. A
+time-out, and a pass that a peer gives up, count as slow: at least as twice the estimate.
 
 What goes wrong is told apart:
 
-    busy         a short pause, never a ban, and the charge is taken back
+    busy         a short pause, never a ban
     lost         a ban of a second that doubles with each failure in a row, with jitter; passes
                  that fail together count as one
     unreachable  the same from 4 s on; also for a peer that speaks another protocol, or serves
@@ -23,22 +23,20 @@ What goes wrong is told apart:
     elsewhere    the peer has left the stage: forgotten until it is announced again
     our own      nothing: an error of this peer's own bans nobody
 
-A receipt, or a new incarnation of the peer, ends a ban and the count of failures.
+A receipt, or a new incarnation of the peer, ends a ban and the count of failures. Until its first
+receipt, and its first one after a ban, a peer is on trial: it gets a few microbatches, not a queue.
 
-This follows SWARM (arXiv:2301.11913) and Agora. Departures from SWARM's code: a newcomer enters at
-the greatest virtual run time, as in Agora, not at the head, where it would be flooded before its
-first receipt; but at most a few charges ahead of the present one, or a single time-out of another
-peer would keep it out for minutes. A time-out counts as slow, and no error bans until a record
-expires. A peer that was paused or banned resumes at the present virtual time, so it does not get
-all that it missed. The charge is corrected by the receipt, and latency that overlaps with other
-work is not charged. Petals (arXiv:2312.08361) finds shortest paths by pings and doubles bans from
-15 s; Agora bans for 60 s or 3,600 s by kind, without doubling. The least virtual run time is found
-by looking at all peers of the stage instead of by a heap: there are tens, and those that are paused
-or excluded change.
+Departures from SWARM (arXiv:2301.11913) and Agora, which charge each peer's virtual run time at the
+hand-over and select the least: charges do not know what came back. Two equal peers had 1.90 and
+1.55 microbatches a second so, on links that could carry 2.37 each (docs/benchmarks/pipeline.md). A
+time-out counts as slow here, and no error bans until a record expires. Petals (arXiv:2312.08361)
+finds shortest paths by pings and doubles bans from 15 s; Agora bans for 60 s or 3,600 s by kind,
+without doubling. The least delay is found by looking at all peers of the stage: there are tens.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 import statistics
@@ -49,7 +47,7 @@ EMA_WEIGHT = 0.1  # of the newest measurement, as in SWARM: the last ten or so c
 DEFAULT_ROW_S = 1e-3  # of peers of which nothing is known: it cancels as long as all are alike
 MIN_ROW_S, MAX_ROW_S = 1e-7, 10.0  # of any estimate: rates stay finite
 CREDULITY = 4.0  # a peer's announced rate counts up to this many times the median, or down
-NEWCOMER_CHARGES = 2.0  # of the last microbatch: a newcomer gets its first one this soon
+TRIAL_FACTOR = 4.0  # of the delay of a peer on trial: a quarter of the others' queue
 SLOW_FACTOR = 2.0  # a time-out costs at least this many estimates: ten of them halve a share
 FIRST_BAN_S = 1.0  # after a connection broke: most are made again at once
 UNREACHABLE_FROM = 2  # doublings at which the ban of an unreachable peer begins: 4 s, a restart
@@ -105,8 +103,8 @@ class Pace:
 class _Neighbour:
     incarnation: str
     pace: Pace
-    run_time_s: float
-    """virtual"""
+    open_rows: dict[int, int] = field(default_factory=dict)
+    """of the reservations that are not settled, by number"""
     ban: Backoff = field(default_factory=lambda: Backoff(first_s=FIRST_BAN_S, max_s=MAX_BAN_S))
     paused_until_s: float = float("-inf")
     last_receipt_s: float = float("-inf")
@@ -115,16 +113,22 @@ class _Neighbour:
     def free_at_s(self) -> float:
         return max(self.paused_until_s, self.ban.until_s)
 
+    def delay_s(self, rows: int) -> float:
+        """Return when it would be done with so many more rows."""
+        is_on_trial = not self.pace.num_measured or self.ban.failures > 0
+        factor = TRIAL_FACTOR if is_on_trial else 1.0
+        return factor * (sum(self.open_rows.values()) + rows) * self.pace.row_s
+
 
 @dataclass(frozen=True, kw_only=True)
 class Reservation:
-    """A microbatch that was charged to a peer."""
+    """A microbatch that a peer is to get, until it is settled."""
 
+    number: int
     peer: str
     incarnation: str
     rows: int
     at_s: float
-    charged_s: float
 
 
 class Wiring:
@@ -134,9 +138,7 @@ class Wiring:
         """Begin without peers; `rng` breaks ties and spreads pauses."""
         self._rng = rng
         self._peers: dict[str, _Neighbour] = {}
-        self._now_virtual_s = 0.0
-        self._charged_s = 0.0
-        """of the last reservation"""
+        self._numbers = itertools.count()
 
     @property
     def peers(self) -> frozenset[str]:
@@ -166,7 +168,6 @@ class Wiring:
         self._peers[peer] = _Neighbour(
             incarnation=incarnation,
             pace=Pace(announced_row_s=self._believed_row_s(rows_per_s)),
-            run_time_s=self._newcomer_s(),
         )
         return True
 
@@ -177,28 +178,29 @@ class Wiring:
     def reserve(
         self, *, rows: int, now_s: float, without: Collection[str] = ()
     ) -> Reservation | None:
-        """Select a peer for a microbatch and charge it; None if none is free."""
+        """Select a peer for a microbatch; None if none is free."""
         free = [
-            (max(one.run_time_s, self._floor_s(one, now_s)), self._rng.random(), peer)
+            (one.delay_s(rows), self._rng.random(), peer)
             for peer, one in self._peers.items()
             if one.free_at_s <= now_s and peer not in without
         ]
         if not free:
             return None
-        run_time_s, _, peer = min(free)
-        chosen = self._peers[peer]
-        charged_s = rows * chosen.pace.row_s
-        self._now_virtual_s = max(self._now_virtual_s, run_time_s)
-        chosen.run_time_s = run_time_s + charged_s
-        self._charged_s = charged_s
-        chosen.paused_until_s = float("-inf")
+        _, _, peer = min(free)
+        number, chosen = next(self._numbers), self._peers[peer]
+        chosen.open_rows[number] = rows
         return Reservation(
-            peer=peer,
-            incarnation=chosen.incarnation,
-            rows=rows,
-            at_s=now_s,
-            charged_s=charged_s,
+            number=number, peer=peer, incarnation=chosen.incarnation, rows=rows, at_s=now_s
         )
+
+    def settle(self, reservation: Reservation) -> None:
+        """Note that a microbatch is not with its peer any more, or that nobody waits for it there.
+
+        A reservation may be settled more than once.
+        """
+        one = self._of(reservation)
+        if one is not None:
+            one.open_rows.pop(reservation.number, None)
 
     def next_free_s(self, now_s: float, without: Collection[str] = ()) -> float | None:
         """Return when the next of these peers is free; None if there are none."""
@@ -210,6 +212,7 @@ class Wiring:
         one = self._of(reservation)
         if one is None:
             return
+        one.open_rows.pop(reservation.number, None)
         began_s = max(reservation.at_s, one.last_receipt_s)
         one.last_receipt_s = now_s
         one.ban.end()
@@ -226,7 +229,6 @@ class Wiring:
         """Note that the peer takes nothing for a short while."""
         one = self._of(reservation)
         if one is not None:
-            one.run_time_s -= reservation.charged_s
             pause_s = min(max(retry_s, MIN_PAUSE_S), MAX_PAUSE_S) * self._rng.uniform(*JITTER)
             one.paused_until_s = now_s + pause_s
 
@@ -243,12 +245,6 @@ class Wiring:
             one.ban.failures = max(one.ban.failures, UNREACHABLE_FROM)
             one.ban.fail(now_s, self._rng)
 
-    def cancel(self, reservation: Reservation) -> None:
-        """Take a charge back: the microbatch was not handed over, by no fault of the peer."""
-        one = self._of(reservation)
-        if one is not None:
-            one.run_time_s -= reservation.charged_s
-
     def _of(self, reservation: Reservation) -> _Neighbour | None:
         """Return the peer, unless its process is another one by now."""
         one = self._peers.get(reservation.peer)
@@ -256,21 +252,6 @@ class Wiring:
 
     def _measure(self, one: _Neighbour, reservation: Reservation, took_s: float) -> None:
         one.pace.add(took_s / reservation.rows)
-        one.run_time_s += reservation.rows * one.pace.row_s - reservation.charged_s
-
-    def _floor_s(self, one: _Neighbour, now_s: float) -> float:
-        """Return the virtual time at which a peer resumes that was not free for a while."""
-        was_away = max(one.paused_until_s, one.ban.until_s) > float("-inf")
-        return self._now_virtual_s if was_away and one.free_at_s <= now_s else float("-inf")
-
-    def _newcomer_s(self) -> float:
-        """Return the virtual time at which a peer enters: the greatest, within a few charges.
-
-        One peer's time-out may have put it far ahead of all others.
-        """
-        greatest_s = max((one.run_time_s for one in self._peers.values()), default=0.0)
-        nearest_s = self._now_virtual_s
-        return max(nearest_s, min(greatest_s, nearest_s + NEWCOMER_CHARGES * self._charged_s))
 
     def _believed_row_s(self, rows_per_s: float | None) -> float:
         known = [one.pace.row_s for one in self._peers.values()]

@@ -50,6 +50,14 @@ KEPT_ROUND_TRIPS = 8  # of a peer, of which the least counts: routes change
 # Of bytes that may be unconfirmed on any link: one message of the fastest size on libp2p streams
 # (256 KiB), so that a low estimate can still rise.
 MIN_IN_FLIGHT_BYTES = 1 << 18
+# Passes of a pipeline flow without an end, so their rate is read all the time.
+FLOW_S = 2.0  # of a reading: long enough that bursts of confirmations make a few percent
+FLOW_SHARE = 0.95  # of what was found: full queues drop packets, and each connection slows down
+# One reading in so many probes for more, since a pace shows no more than itself: in 2 s its queue
+# grows by 0.2 s at most. Of probes that the link did not carry the median of three counts: a busy
+# machine takes confirmations in bursts.
+PROBE_EVERY, PROBE_GAIN, KEPT_PROBES = 4, 0.1, 3
+MAX_PROBE_GAIN = 1.0  # while one probe after the other is carried, as the link became faster
 LOST_SHARE = 0.02  # of what is unconfirmed, a reading: what was sent to the dead never is
 # Of what is unconfirmed, in a round trip and the time of a queue. If less comes, the rest is lost:
 # 256 KiB on a link of 1 Mbit/s are confirmed twice as fast.
@@ -177,6 +185,43 @@ class RateEstimate:
         gain = SEARCH_GAIN if searched >= SEARCH_EVERY else GAIN
         likely = statistics.median_high(recent)
         return RateEstimate(mbit_s=likely, gain=gain, recent=recent, searched=searched)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FlowEstimate:
+    """The newest measurements of an uplink that is busy most of the time."""
+
+    probes: tuple[float, ...] = ()
+    """Mbit/s of the newest readings that no pace held"""
+    since_probe: int = 0
+    """readings"""
+    carried: int = 0
+    """probes in a row that the link carried"""
+
+    @property
+    def pace_mbit_s(self) -> float | None:
+        """Return how fast to send; None for as fast as it goes."""
+        if len(self.probes) < KEPT_PROBES:
+            return None
+        gain = min(PROBE_GAIN * 2.0**self.carried, MAX_PROBE_GAIN)
+        return statistics.median(self.probes) * (1 + gain if self._is_probe else FLOW_SHARE)
+
+    @property
+    def _is_probe(self) -> bool:
+        return self.carried > 0 or self.since_probe == PROBE_EVERY - 1
+
+    def after(self, saturated_mbit_s: float | None) -> FlowEstimate:
+        """Return the estimate after a reading; 0 or None if nothing waited for the link."""
+        rate, pace = saturated_mbit_s, self.pace_mbit_s
+        if not rate:
+            return self
+        if pace is not None and not self._is_probe:
+            return replace(self, since_probe=self.since_probe + 1)
+        if pace is not None and rate >= FOUND_SHARE * pace:  # not more, whatever a burst shows
+            return FlowEstimate(probes=(pace,) * KEPT_PROBES, carried=self.carried + 1)
+        if self.carried:  # the first that is too much for the link shows what it carries
+            return FlowEstimate(probes=(rate,) * KEPT_PROBES)
+        return FlowEstimate(probes=(*self.probes, rate)[-KEPT_PROBES:])
 
 
 Order = tuple[int, ...]
@@ -328,6 +373,12 @@ class Link:
         self._watches: set[LinkReading] = set()
         self._stretches: list[list[Sample]] = []
         """what was read since something was learned last, without its pauses"""
+        self._last: Sample | None = None
+        """the newest reading"""
+        self._is_attended = False
+        self._flow = FlowEstimate()
+        self._flowing: list[Sample] = []
+        """the present reading of what flows without an end"""
         self._tasks = Tasks()
         self._reading: asyncio.Task[None] | None = None
         self._declared_mbit_s = 0.0
@@ -364,11 +415,11 @@ class Link:
     def watch(self, transport: Transport) -> LinkReading:
         """Begin to read for a reduction, or for codes that leave before it."""
         if not self._watches:
-            if not self._stretches:
+            if not self._stretches and not self._is_attended:
                 self.pacer.restart()
-            self.pacer.expect_confirmations(True)
+                self._last = None
             self._stretches.append([])
-            self._reading = self._tasks.spawn(self._read(transport))
+            self._begin_reading(transport)
         watch = LinkReading(self)
         self._watches.add(watch)
         return watch
@@ -385,27 +436,64 @@ class Link:
             if not any(each.disturbed for each in self._watches):
                 self.learn(stretches)
         self._watches.remove(watch)
-        if not self._watches and self._reading is not None:
-            self._reading.cancel()
+        if not self._watches:
             self._stretches = [] if learns else self._stretches
+            self._end_reading()
+
+    async def attend(self, transport: Transport) -> None:
+        """Read and pace what leaves between reductions as well, until cancelled.
+
+        Passes of a pipeline leave all the time. Where their receivers' links hold them up, less is
+        read than the uplink carries; the pace then follows what arrives, and probes for more.
+        """
+        self._is_attended = True
+        self._flow, self._flowing = FlowEstimate(), []
+        self._begin_reading(transport)
+        try:
+            await asyncio.Event().wait()
+        finally:
+            self._is_attended = False
+            self._set_pace()
+            self._end_reading()
+
+    def _begin_reading(self, transport: Transport) -> None:
+        if self._reading is None:
+            self.pacer.expect_confirmations(True)
+            self._reading = self._tasks.spawn(self._read(transport))
+
+    def _end_reading(self) -> None:
+        if self._reading is not None and not self._watches and not self._is_attended:
+            self._reading.cancel()
+            self._reading = None
             self.pacer.expect_confirmations(False)
 
     async def _read(self, transport: Transport) -> None:
         while True:
             counted, now_s = transport.statistics(), asyncio.get_running_loop().time()
-            before = [samples[-1] for samples in self._stretches if samples]
-            last = before[-1] if before else None
+            last = self._last
             confirmed = counted.wire_bytes_delivered - last.delivered if last else 0
-            sample = Sample(
+            self._last = Sample(
                 at_s=now_s,
                 delivered=counted.wire_bytes_delivered,
                 received=counted.wire_bytes_received,
                 busy=self.pacer.was_busy(confirmed),
             )
-            if last is not None and self.pacer.confirm(confirmed, now_s - last.at_s):
-                self._stretches.append([])  # the wait for what is lost says nothing of the link
-            self._stretches[-1].append(sample)
+            is_lost = last is not None and self.pacer.confirm(confirmed, now_s - last.at_s)
+            if self._watches:
+                if is_lost:
+                    self._stretches.append([])  # the wait for it says nothing of the link
+                self._stretches[-1].append(self._last)
+            if self._is_attended:
+                self._follow(self._last)
             await asyncio.sleep(SAMPLE_S)
+
+    def _follow(self, sample: Sample) -> None:
+        """Take a sample of what flows without an end."""
+        self._flowing.append(sample)
+        if sample.at_s - self._flowing[0].at_s >= FLOW_S:
+            self._flow = self._flow.after(saturated_mbit_s([self._flowing]))
+            self._flowing = [sample]
+            self._set_pace()
 
     def learn(self, stretches: Sequence[Sequence[Sample]]) -> None:
         """Take in the readings of a round."""
@@ -417,4 +505,5 @@ class Link:
 
     def _set_pace(self) -> None:
         declared = self._declared_mbit_s
-        self.pacer.rate_mbit_s = DECLARED_SHARE * declared if declared else self._up.pace_mbit_s
+        measured = self._flow if self._is_attended else self._up
+        self.pacer.rate_mbit_s = DECLARED_SHARE * declared if declared else measured.pace_mbit_s

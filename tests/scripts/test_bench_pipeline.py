@@ -14,7 +14,7 @@ def flow(counted, **changes):
     return fields | {"waited_s": {}} | changes
 
 
-def peer(name, module, counted, at, *, incarnation="a", position=1, chain="c"):
+def peer(name, module, counted, at, *, incarnation="a", position=1, chain="c", phase="train"):
     return {
         "name": name,
         "module": module,
@@ -23,6 +23,7 @@ def peer(name, module, counted, at, *, incarnation="a", position=1, chain="c"):
         "chain": chain,
         "heard_at": at,
         "flow": flow(counted),
+        "phase": phase,
     }
 
 
@@ -80,7 +81,8 @@ def churned(chain="c"):
     for at in range(0, 121, 10):
         peers = [peer(*each, at, at) for each in names if each[0] != "peer-2" or at <= 60]
         peers[-1]["chain"] = chain
-        looks.append({"peers": peers})
+        peers[0]["phase"] = "wait" if at > 60 else "train"
+        looks.append({"at": at, "peers": peers})
     return bench_pipeline.churn_of(
         looks,
         kills=[(2, 60.0)],
@@ -95,6 +97,7 @@ def test_half_a_stage_could_do_half_while_its_other_peer_is_dead():
     found = churned()
     whole = bench_pipeline.ROWS * pipeline_lab.stage_rate(bench_pipeline.CHURNED, 1, LINK, [2, 5])
     assert found.living_tokens_per_s == pytest.approx(0.75 * whole, rel=0.01)
+    assert found.in_rounds == pytest.approx(6 / (7 * 6 + 6 * 5))
     assert found.counted == 240 and found.tokens_per_s == pytest.approx(2 * bench_pipeline.ROWS)
 
 

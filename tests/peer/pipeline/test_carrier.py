@@ -4,6 +4,7 @@ import asyncio
 import random
 from collections import Counter
 from dataclasses import replace
+from itertools import groupby
 
 import pytest
 
@@ -12,9 +13,9 @@ from atoll.dht.roster import StagePlace
 from atoll.dht.tasks import KeptTasks
 from atoll.dht.testing.memory import MemoryNetwork
 from atoll.dht.testing.virtualtime import inline, run_virtual
-from atoll.dht.transport import Refused
+from atoll.dht.transport import Refused, StreamEnd
 from atoll.peer.pipeline.actions import RunJob, TakeStep
-from atoll.peer.pipeline.carrier import NOTE, PASS, Carrier, Ended, Workbench
+from atoll.peer.pipeline.carrier import NOTE, PASS, PIECE_BYTES, Carrier, Ended, Workbench
 from atoll.peer.pipeline.hop import Hop
 from atoll.peer.pipeline.messages import (
     ACCEPTED,
@@ -24,6 +25,7 @@ from atoll.peer.pipeline.messages import (
     Payload,
 )
 from atoll.peer.pipeline.passes import HopRules
+from atoll.peer.rounds.pacing import Pacer
 from support.records import record_of
 
 WIDTH, LENGTH = 16, 8
@@ -62,6 +64,7 @@ class Member:
             bench=self.bench,
             tasks=tasks,
             compute=inline,
+            turn=unlimited().turn,
             ended=Ended(on_ended=self.ends.append),
         )
         self.began = 0
@@ -107,6 +110,13 @@ class Member:
 
 def record(member, name=None):
     return record_of(name or member.name, incarnation=INCARNATION, module="stage-2")
+
+
+def unlimited():
+    """Turns as long as nobody reads what is confirmed."""
+    pacer = Pacer()
+    pacer.expect_confirmations(False)
+    return pacer
 
 
 def with_members(use, *names, width=WIDTH):
@@ -266,10 +276,10 @@ def test_a_payload_that_trickles_is_cut_off():
 def test_a_peer_that_reads_slowly_keeps_no_payload_beyond_its_time(monkeypatch):
     took_s, honest = [], Carrier._sent
 
-    async def timed(self, send):
+    async def timed(self, send, remaining_ms):
         began_s = asyncio.get_running_loop().time()
         try:
-            return await honest(self, send)
+            return await honest(self, send, remaining_ms)
         finally:
             took_s.append(asyncio.get_running_loop().time() - began_s)
 
@@ -369,3 +379,24 @@ def test_peers_are_drawn_by_what_they_can_do_and_not_by_what_came():
         assert rates == [None, 70.0]
 
     with_members(use, "last")
+
+
+def test_payloads_for_one_peer_leave_one_after_the_other(monkeypatch):
+    streams, honest = [], StreamEnd.send
+
+    async def noted(self, data, *, timeout_s):
+        if len(data) == PIECE_BYTES:
+            streams.append((self.remote, id(self)))
+            await asyncio.sleep(0.01)
+        await honest(self, data, timeout_s=timeout_s)
+
+    monkeypatch.setattr(StreamEnd, "send", noted)
+
+    async def use(network, first, last):
+        first.carrier.look([record(last)])
+        await until(lambda: len(first.ends) == 4)
+        outputs = [each for each in streams if each[0] == "last"]
+        assert len(outputs) == 4 * 6
+        assert len(list(groupby(outputs))) == 4
+
+    with_members(use, "last", width=50_000)

@@ -60,7 +60,7 @@ def test_invariants_hold_in_any_weather(seed):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("seed", range(25, 225))
+@pytest.mark.parametrize("seed", range(25, 325))
 def test_invariants_hold_in_any_weather_at_length(seed):
     check(pipeline_of(seed).run())
 

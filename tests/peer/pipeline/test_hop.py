@@ -257,23 +257,76 @@ def test_a_hop_waits_longer_the_more_stages_follow():
     assert patience == sorted(patience) and patience[0] < patience[1] < patience[2] < 20
 
 
-def test_a_hop_waits_a_multiple_of_what_returns_took():
-    patience = []
-    for stages in (3, 4):
-        machine, _ = hop(stages=stages, lifetime_s=100.0)
-        for sequence in (0, 1):
-            send_in(machine, sequence)
-            send = the(SendPass, machine.forwarded(pass_key(sequence), OUTPUT, 0.0))
-            machine.answered(send, ACCEPTED, 0.0)
-        path = ("d0", "c0")[4 - stages :]
-        machine.offered("c0", header(0, "backward", path=path), 0.1)
-        machine.received("c0", header(0, "backward", path=path), GRADIENT, 0.1)
-        send_in(machine, 2, now_s=0.1)
-        send = the(SendPass, machine.forwarded(pass_key(2), OUTPUT, 0.1))
-        machine.finished(pass_key(0), 0.1)
-        machine.answered(send, ACCEPTED, 0.1)
-        patience.append(machine.due_s - 0.1)
-    assert patience[1] == pytest.approx(2 * patience[0])
+def with_a_usual_return(**changes):
+    """A middle hop that knows how long returns take, and the hand-over of microbatch 1 at 1.0 s."""
+    machine, first = handed_over(**changes)
+    send_back(machine, peer=first.peer, now_s=0.6)
+    machine.finished(pass_key(), 0.7)
+    send_in(machine, 1, now_s=1.0)
+    send = the(SendPass, machine.forwarded(pass_key(1), OUTPUT, 1.0))
+    machine.answered(send, ACCEPTED, 1.0)
+    return machine, send
+
+
+def test_a_peer_has_its_time_from_when_it_has_the_output():
+    machine, send = with_a_usual_return(lifetime_s=100.0)
+    assert machine.due_s > 10.0  # in this peer's own queue nobody is slow
+    machine.delivered(send, 5.0)
+    assert machine.due_s == pytest.approx(5.0 + 3 * 0.6)
+
+
+def test_a_peer_that_takes_long_is_asked_and_keeps_the_output():
+    machine, send = with_a_usual_return(next_peers=("c0", "c1"), lifetime_s=100.0)
+    machine.delivered(send, 1.0)
+    for _ in range(2):
+        now_s = machine.due_s
+        question = the(SendPass, machine.tick(now_s))
+        assert question.asks and question.peer == send.peer and question.header.remaining_ms
+        assert machine.answered(question, KNOWN, now_s + 0.1) == []
+        assert machine.due_s > now_s + 0.1
+    assert machine.statistics().resends == 0
+    job = the(RunJob, send_back(machine, 1, peer=send.peer, now_s=now_s + 0.2))
+    assert job.kind == "backward"
+
+
+def test_a_peer_that_does_not_answer_a_question_is_replaced():
+    machine, send = with_a_usual_return(next_peers=("c0", "c1"), lifetime_s=100.0)
+    machine.delivered(send, 1.0)
+    question = the(SendPass, machine.tick(machine.due_s))
+    again = the(SendPass, machine.send_failed(question, "timed-out", 9.0))
+    assert again.peer != send.peer and not again.asks
+    assert machine.statistics().resends == 1
+
+
+def test_a_peer_that_forgot_an_output_gets_it_again():
+    machine, send = with_a_usual_return(lifetime_s=100.0)
+    machine.delivered(send, 1.0)
+    question = the(SendPass, machine.tick(machine.due_s))
+    assert question.payload == OUTPUT
+    machine.answered(question, ACCEPTED, 4.0)
+    assert machine.statistics().resends == 1 and machine.due_s > 10.0
+    machine.delivered(question, 4.5)
+    assert machine.due_s < 10.0
+
+
+def test_a_peer_that_only_answers_is_replaced_in_time():
+    machine, send = with_a_usual_return(next_peers=("c0", "c1"), lifetime_s=20.0)
+    machine.delivered(send, 1.0)
+    now_s = 1.0
+    while (sent := the(SendPass, machine.tick(machine.due_s))).asks:
+        now_s = machine.due_s
+        machine.answered(sent, KNOWN, now_s)
+    assert sent.peer != send.peer and sent.header.remaining_ms >= 9_900
+
+
+def test_a_failure_at_a_peer_has_it_asked_for_all_that_it_has():
+    machine, send = with_a_usual_return(lifetime_s=100.0)
+    machine.delivered(send, 1.0)
+    send_in(machine, 2, now_s=1.1)
+    other = the(SendPass, machine.forwarded(pass_key(2), OUTPUT, 1.1))
+    machine.send_failed(other, "lost", 1.2)
+    asked = [each for each in of(SendPass, machine.tick(1.2)) if each.asks]
+    assert [each.key for each in asked] == [pass_key(1)]
 
 
 def test_an_output_waits_for_a_peer_that_never_had_it():

@@ -51,11 +51,31 @@ def test_a_newcomer_is_tried_and_not_flooded():
     assert 2 <= first.count("b2") <= 6
 
 
-def test_a_newcomer_is_tried_soon_beside_one_that_was_very_slow():
+def test_a_peer_that_returns_nothing_gets_no_more_than_its_queue():
     wired = wiring("b0", "b1")
-    wired.was_slow(wired.reserve(rows=ROWS, now_s=0, without={"b0"}), 500.0)
-    wired.appeared("b2", incarnation="i0")
-    assert "b2" in [wired.reserve(rows=ROWS, now_s=500).peer for _ in range(6)]
+    for peer in ("b0", "b1"):
+        wired.receipt(wired.reserve(rows=ROWS, now_s=19, without=wired.peers - {peer}), 19.1)
+    silent = [wired.reserve(rows=ROWS, now_s=20, without={"b0"}) for _ in range(6)]
+    now_s, shares = 20.0, Counter()
+    for _ in range(50):
+        now_s += 0.1
+        reservation = wired.reserve(rows=ROWS, now_s=now_s)
+        shares[reservation.peer] += 1
+        if reservation.peer == "b0":
+            wired.receipt(reservation, now_s + 0.09)
+    assert shares["b1"] <= 3
+    for reservation in silent:
+        wired.settle(reservation)
+    assert Counter(wired.reserve(rows=ROWS, now_s=now_s).peer for _ in range(10))["b1"] >= 3
+
+
+def test_a_reservation_may_be_settled_twice():
+    wired = wiring("b0", "b1")
+    done = wired.reserve(rows=ROWS, now_s=0, without={"b1"})
+    wired.receipt(done, 0.1)
+    wired.settle(done)
+    wired.was_slow(wired.reserve(rows=ROWS, now_s=0, without={"b0"}), 5.0)
+    assert [wired.reserve(rows=ROWS, now_s=6).peer for _ in range(5)] == ["b0"] * 5
 
 
 def test_an_announced_rate_is_believed_within_bounds():
@@ -101,7 +121,9 @@ def test_busy_pauses_for_a_moment_and_never_bans():
 def test_a_busy_peer_keeps_its_share():
     wired = wiring("b0", "b1")
     for now_s in range(20):
-        wired.was_busy(wired.reserve(rows=ROWS, now_s=now_s, without={"b1"}), 0.1, now_s)
+        reservation = wired.reserve(rows=ROWS, now_s=now_s, without={"b1"})
+        wired.was_busy(reservation, 0.1, now_s)
+        wired.settle(reservation)
     shares = Counter(wired.reserve(rows=ROWS, now_s=100).peer for _ in range(20))
     assert shares == {"b0": 10, "b1": 10}
 
@@ -145,17 +167,22 @@ def test_word_of_a_former_process_changes_nothing():
 def test_an_error_of_its_own_costs_a_peer_nothing():
     wired = wiring("b0", "b1")
     for now_s in range(10):
-        wired.cancel(wired.reserve(rows=ROWS, now_s=now_s, without={"b1"}))
+        wired.settle(wired.reserve(rows=ROWS, now_s=now_s, without={"b1"}))
     shares = Counter(wired.reserve(rows=ROWS, now_s=20).peer for _ in range(20))
     assert shares == {"b0": 10, "b1": 10} and not wired.banned(20)
 
 
-def test_after_a_ban_a_peer_does_not_get_all_that_it_missed():
+def test_after_a_ban_a_peer_is_tried_before_it_gets_a_queue():
     wired = wiring("b0", "b1")
-    wired.was_unreachable(wired.reserve(rows=ROWS, now_s=0, without={"b0"}), 0)
-    serve(wired, {"b0": 1e-3}, until_s=60)
-    shares = Counter(wired.reserve(rows=ROWS, now_s=1000).peer for _ in range(20))
-    assert 7 <= shares["b1"] <= 14
+    serve(wired, {"b0": 1e-3, "b1": 1e-3}, until_s=60, in_flight=1)
+    failed = wired.reserve(rows=ROWS, now_s=60, without={"b0"})
+    wired.was_unreachable(failed, 60)
+    wired.settle(failed)
+    again = [wired.reserve(rows=ROWS, now_s=1000) for _ in range(20)]
+    tried = [each for each in again if each.peer == "b1"]
+    assert 2 <= len(tried) <= 6
+    wired.receipt(tried[0], 1000.1)
+    assert Counter(wired.reserve(rows=ROWS, now_s=1001).peer for _ in range(8))["b1"] >= 7
 
 
 def test_without_peers_nothing_is_reserved():

@@ -10,14 +10,19 @@ from atoll.dht.tasks import end
 from atoll.dht.testing.virtualtime import run_virtual as run
 from atoll.peer.rounds.pacing import (
     BURST_S,
+    FLOW_S,
+    FLOW_SHARE,
     GAIN,
+    KEPT_PROBES,
     MIN_IN_FLIGHT_BYTES,
+    PROBE_EVERY,
     QUEUE_S,
     ROUND_TRIP_S,
     SAMPLE_S,
     SEARCH_EVERY,
     SEARCH_GAIN,
     UNKNOWN_MBIT_S,
+    FlowEstimate,
     Link,
     Pacer,
     RateEstimate,
@@ -635,3 +640,106 @@ def test_the_shortest_round_trip_of_the_furthest_peer_counts():
     assert link.pacer.round_trip_s == 0.1
     link.note_round_trip("stalled", 20.0)
     assert link.pacer.round_trip_s == 1.0
+
+
+class Flowing:
+    """An uplink with a queue, and a peer that always has more to send, for as long as it flows."""
+
+    def __init__(self, link, mbit_s):
+        self.link, self.mbit_s = link, mbit_s
+        self.delivered = 0
+        self.queues_s = []
+        self._free_at_s = 0.0
+
+    def statistics(self):
+        return SimpleNamespace(wire_bytes_delivered=self.delivered, wire_bytes_received=0)
+
+    def _arrive(self, num_bytes):
+        self.delivered += num_bytes
+
+    async def _send(self):
+        packets = 16
+        loop = asyncio.get_running_loop()
+        while True:
+            await self.link.pacer.turn(MESSAGE, (0,))
+            self._free_at_s = max(loop.time(), self._free_at_s) + MESSAGE * 8e-6 / self.mbit_s
+            self.queues_s.append(self._free_at_s - loop.time())
+            for n in range(packets):
+                before_s = n * MESSAGE / packets * 8e-6 / self.mbit_s
+                loop.call_at(self._free_at_s - before_s + 0.05, self._arrive, MESSAGE // packets)
+
+    async def flow(self, *spans_s):
+        """Return of each span the Mbit/s that arrive, and the mean queue in seconds."""
+        attending = asyncio.create_task(self.link.attend(self))
+        await asyncio.sleep(0)
+        sending, found = asyncio.create_task(self._send()), []
+        for seconds in spans_s:
+            before, self.queues_s = self.delivered, []
+            await asyncio.sleep(seconds)
+            rate = (self.delivered - before) * 8e-6 / seconds
+            found.append((rate, sum(self.queues_s) / len(self.queues_s)))
+        await end(sending)
+        await end(attending)
+        return found
+
+
+@pytest.mark.parametrize("mbit_s", [5.0, 10.0, 100.0])
+def test_what_flows_without_an_end_fills_a_link_and_not_its_queue(mbit_s):
+    unpaced, _, paced = run(Flowing(Link(), mbit_s).flow(KEPT_PROBES * FLOW_S, 30.0, 60.0))
+    assert paced[0] > 0.9 * mbit_s
+    assert paced[1] < unpaced[1] / 2
+
+
+def test_nothing_is_paced_by_what_flows_once_it_ends():
+    async def main():
+        flowing = Flowing(Link(), 10.0)
+        await flowing.flow(30.0)
+        return flowing.link.pacer.rate_mbit_s
+
+    assert run(main()) is None
+
+
+def test_a_declared_rate_holds_for_what_flows():
+    async def main():
+        flowing = Flowing(Link(), 100.0)
+        flowing.link.declare(10.0)
+        return await flowing.flow(30.0)
+
+    ((rate, _),) = run(main())
+    assert 9.0 < rate < 10.0
+
+
+def after_readings(probes, capacity_mbit_s, readings):
+    """An estimate after so many readings of a link that is always busy."""
+    found = FlowEstimate(probes=probes)
+    for _ in range(readings):
+        found = found.after(min(found.pace_mbit_s, capacity_mbit_s))
+    return found
+
+
+def test_an_estimate_of_what_flows_finds_a_faster_link_within_seconds():
+    readings = int(20 / FLOW_S)
+    assert after_readings((10.0,) * KEPT_PROBES, 25.0, readings).pace_mbit_s > 0.9 * 25.0
+    found = after_readings((10.0,) * KEPT_PROBES, 25.0, readings=12 * PROBE_EVERY)
+    assert found.pace_mbit_s == pytest.approx(FLOW_SHARE * 25.0)
+
+
+def test_a_probe_shows_no_more_than_it_offered():
+    found = FlowEstimate(probes=(9.0,) * KEPT_PROBES, since_probe=PROBE_EVERY - 1)
+    offered = found.pace_mbit_s
+    assert found.after(14.0).probes == (offered,) * KEPT_PROBES
+
+
+def test_an_estimate_of_what_flows_follows_a_link_that_became_slower():
+    found = after_readings((10.0,) * KEPT_PROBES, 4.0, readings=2 * PROBE_EVERY)
+    assert found.pace_mbit_s == pytest.approx(FLOW_SHARE * 4.0)
+
+
+def test_one_burst_of_confirmations_makes_no_pace():
+    assert FlowEstimate(probes=(9.0, 14.0, 9.1)).pace_mbit_s == FLOW_SHARE * 9.1
+
+
+@pytest.mark.parametrize("reading", [0.0, None])
+def test_a_reading_of_an_idle_link_changes_no_estimate(reading):
+    found = FlowEstimate(probes=(10.0,) * KEPT_PROBES, since_probe=2)
+    assert found.after(reading) == found

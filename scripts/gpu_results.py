@@ -45,7 +45,8 @@ class Outcome:
     device: str
     commit: str
     date: str
-    seconds: float
+    seconds: float | None
+    """None if the rows were copied from what was printed"""
     rows: list[Facts]
     checks: list[Facts]
     is_complete: bool
@@ -121,7 +122,8 @@ def table(rows: list[Facts]) -> list[str]:
 
 def section(outcome: Outcome, title: str) -> list[str]:
     """Return the part of the page about one step."""
-    where = f"{outcome.device}, {outcome.date}, commit {outcome.commit}, {outcome.seconds:.0f} s"
+    where = f"{outcome.device}, {outcome.date}, commit {outcome.commit}"
+    where += "" if outcome.seconds is None else f", {outcome.seconds:.0f} s"
     unfinished = "" if outcome.is_complete else "; not complete"
     missed = [f"- not met: {line}" for line in outcome.missed] or ["- all checks hold"]
     return [

@@ -27,6 +27,7 @@ BELOW = {
 ROOMS = (
     "compression.scratch",
     "compression.checksum",
+    "compression.staging",
     "compression.base",
     "compression.registry",
     "compression.kernels",

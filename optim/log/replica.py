@@ -613,7 +613,7 @@ class Replica(ReplicaView):
         for position in reversed(self.store.snapshot_positions()):
             try:
                 return self.store.load_snapshot(
-                    position, self.replay.memory_dtype, allocate=self.allocate
+                    position, self.module.method.memory_dtype, allocate=self.allocate
                 )
             except StoreError as error:
                 failure = error

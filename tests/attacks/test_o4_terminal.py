@@ -224,7 +224,7 @@ def test_a_model_that_writes_escapes_moves_no_terminal(monkeypatch, stdout):
     )
     options = {"max_tokens": 1, "temperature": 1.0, "top_k": 0, "seed": 0, "device": "cpu"}
     args = types.SimpleNamespace(
-        checkpoint="",
+        source="a.safetensors",
         prompt="",
         json=False,
         allow_model=[],

@@ -112,7 +112,7 @@ def test_long_vectors_lie_where_they_are_told_to(monkeypatch):
         made.append(np.zeros(length, dtype=np.float32))
         return made[-1]
 
-    monkeypatch.setattr(vectors, "_allocate", vectors._allocate)
+    monkeypatch.setattr(vectors, "_memory", vectors._memory)
     before = vectors.empty(vectors.LONG)
     vectors.take_memory_from(allocate)
     del before  # of the heap: it is not used again

@@ -25,7 +25,7 @@ from atoll.peer.pipeline.messages import (
     Payload,
 )
 from atoll.peer.pipeline.passes import HopRules
-from atoll.peer.rounds.pacing import Pacer
+from support.pacing import unlimited
 from support.records import record_of
 
 WIDTH, LENGTH = 16, 8
@@ -110,13 +110,6 @@ class Member:
 
 def record(member, name=None):
     return record_of(name or member.name, incarnation=INCARNATION, module="stage-2")
-
-
-def unlimited():
-    """Turns as long as nobody reads what is confirmed."""
-    pacer = Pacer()
-    pacer.expect_confirmations(False)
-    return pacer
 
 
 def with_members(use, *names, width=WIDTH):

@@ -24,6 +24,7 @@ from atoll.peer.training.opening import build_stage, slices_of, stage_slices
 from atoll.peer.training.permission import Allowed
 from atoll.peer.training.stage_compute import StageCompute
 from atoll.peer.training.stage_learner import StageLearner, StoppedInStep, codecs_of
+from support.pacing import unlimited
 from support.records import record_of
 
 VOCAB = 64
@@ -164,6 +165,7 @@ def trained(spec, steps=STEPS, before=None, after_step=None):
                         bench=benches[-1],
                         tasks=tasks,
                         compute=asyncio.to_thread,
+                        turn=unlimited().turn,
                     )
                 )
                 tasks.keep(carriers[-1].keep)

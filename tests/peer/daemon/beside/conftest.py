@@ -17,7 +17,7 @@ from support.reducer_bench import LAYOUT, Bench, contribution
 @pytest.fixture(autouse=True)
 def shared_vectors(monkeypatch):
     """Long vectors lie in shared memory for the time of a test."""
-    monkeypatch.setattr(vectors, "_allocate", vectors._allocate)  # as it was, afterwards
+    monkeypatch.setattr(vectors, "_memory", vectors._memory)  # as it was, afterwards
     use_for_vectors()
 
 

@@ -1,4 +1,4 @@
-"""How the modules of a run are: what their peers report, and which one the others wait for.
+"""The state of a run's modules: what their peers report, and which one the others wait for.
 
 In a pipeline the last stage knows the training loss, and the first one, which draws the text, the
 loss on held-out text.

@@ -103,7 +103,7 @@ class RecordError(ValueError):
 
 @dataclass(frozen=True, kw_only=True)
 class StagePlace:
-    """What a peer of a pipeline announces about its place, for the decision who moves."""
+    """A peer's announcement of its place in a pipeline, by which it is decided who moves."""
 
     duty: Duty = "serving"
     """"moving": on its way to the record's module."""

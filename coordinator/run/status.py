@@ -152,7 +152,7 @@ class RoundReport(StatusRecord):
 
 @dataclass(frozen=True, kw_only=True)
 class FlowStatus(StatusRecord):
-    """What has flowed through a peer of a pipeline since its process began, and what is there."""
+    """The passes through a peer of a pipeline since its process began, and those that are there."""
 
     __pydantic_config__ = _CONFIG
 
@@ -184,7 +184,7 @@ class FlowStatus(StatusRecord):
 
     @property
     def waits_for(self) -> str:
-        """What its trainer has waited for most; empty if it did not wait."""
+        """The longest wait of its trainer, by name; empty if it did not wait."""
         return max(self.waited_s, key=self.waited_s.__getitem__, default="")
 
 

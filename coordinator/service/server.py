@@ -415,7 +415,7 @@ class LogFiles:
 
     @property
     def has_log(self) -> bool:
-        """Whether the log was begun."""
+        """True once the log was begun."""
         return (self.folder / LOG_FILE).exists()
 
     @property

@@ -385,10 +385,10 @@ class Feedback:
             # Top-k is selected now, while x is in scratch; the selections are encoded below, many
             # batches at once, because passes over x evict the encoder's code from the cache.
             if isinstance(codec, TopK) and codec.go_together(len(x) // len(pieces)):
-                there = staging.on_device(self._device, x)
+                there = self._there(x)
                 chosen.append((batch, codec, codec.choose_rows(there.view(len(pieces), -1)).cpu()))
             else:
-                x = x if isinstance(codec, SparseCodec) else staging.on_device(self._device, x)
+                x = x if isinstance(codec, SparseCodec) else self._there(x)
                 frames[batch], sent = encode_sent(codec, x, pieces)
                 squares[batch] = sent.squares(pieces)
                 if after_N is not None:
@@ -506,6 +506,10 @@ class Feedback:
     def _keeps(self, weight: float) -> bool:
         """Return whether an inclusion at this weight changes the residual."""
         return self.beta > 0 and weight != 0
+
+    def _there(self, x: Tensor) -> Tensor:
+        """Return values where they are encoded."""
+        return x if self._device == CPU else staging.on_device(self._device, x)
 
     def _put_product(self, x: Tensor, weight: float, out: Tensor) -> None:
         """Write the product of values and a weight to the host."""

@@ -33,6 +33,9 @@ _spare: dict[int, deque[np.ndarray]] = {}
 _longest = 0
 
 
+Bytes = bytes | bytearray | memoryview
+
+
 class Allocate(Protocol):
     """Makes long vectors: `empty`, or that of `mapped.MappedVectors`."""
 
@@ -103,6 +106,24 @@ def joined(parts: Sequence[Tensor]) -> Tensor:
             return cat(parts)
         stop += part.numel()
     return parts[0].as_strided((stop - start,), (1,))
+
+
+def joined_bytes(pieces: Sequence[Bytes]) -> Bytes:
+    """Join bytes: to a view if they lie so in one memory, else to a copy."""
+    if len(pieces) < 2 or not all(isinstance(piece, memoryview) and piece for piece in pieces):
+        return b"".join(pieces) if len(pieces) != 1 else pieces[0]
+    views = [memoryview(piece) for piece in pieces]
+    memory = memoryview(views[0].obj)
+    start = stop = _address(views[0]) - _address(memory)
+    for view in views:
+        if view.obj is not memory.obj or _address(view) - _address(memory) != stop:
+            return b"".join(views)
+        stop += len(view)
+    return memory[start:stop].toreadonly()
+
+
+def _address(view: memoryview) -> int:
+    return int(np.frombuffer(view, dtype=np.uint8).ctypes.data)
 
 
 def _keep(memory: np.ndarray, came_from: Callable[[int], np.ndarray]) -> None:

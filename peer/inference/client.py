@@ -80,7 +80,7 @@ Look = Callable[[], Awaitable[Mapping[str, PeerRecord]]]
 
 @dataclass(kw_only=True)
 class StageText:
-    """What the client keeps of one stage."""
+    """The client's records of one stage."""
 
     servers: Servers
     shape: TextShape

@@ -96,7 +96,7 @@ class Extended(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class TextShape:
-    """What goes into a stage, and what comes out."""
+    """The shapes of a stage's input and output."""
 
     is_first: bool
     is_last: bool

@@ -40,7 +40,7 @@ BUSY_RETRY_S = 0.5  # until a computation has ended, or a session is idle
 
 @dataclass(frozen=True, kw_only=True)
 class SessionRules:
-    """What a server gives to texts."""
+    """A server's limits on texts."""
 
     shape: TextShape
     cache_bytes: Callable[[int], int]
@@ -106,7 +106,7 @@ class Await:
 
 @dataclass(frozen=True, kw_only=True)
 class TextStatistics:
-    """What a server holds, and what it has done since its start."""
+    """The sessions that a server holds, and its counts since its start."""
 
     sessions: int
     num_bytes: int

@@ -265,7 +265,7 @@ def most_to_least(view: PlacementView) -> Move | None:
 
 @dataclass(kw_only=True)
 class Score:
-    """What a replay did; times in seconds."""
+    """The outcome of a replay; times in seconds."""
 
     samples: float = 0.0
     optimal_samples: float = 0.0
@@ -345,7 +345,7 @@ class Playback:
 
     @property
     def view(self) -> PlacementView:
-        """What everybody reads now."""
+        """The view that everybody reads now."""
         if self._view is None:
             self._view = PlacementView(stages=self._stages, peers=tuple(self._records.values()))
         return self._view

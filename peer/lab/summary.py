@@ -50,7 +50,7 @@ FP32_BYTES = 4
 
 @dataclass(frozen=True, kw_only=True)
 class Flowed:
-    """What flowed through the peers of a pipeline, across restarts, as they last reported it."""
+    """The passes through the peers of a pipeline, across restarts, as they last reported them."""
 
     counted: int
     """Gradients of microbatches that were added up: one a stage for each microbatch."""

@@ -1,4 +1,4 @@
-"""What a hop asks of its driver: the network's side, the trainer's side, and what it reports."""
+"""A hop's requests to its driver: to the network's side, to the trainer's, and its reports."""
 
 from __future__ import annotations
 

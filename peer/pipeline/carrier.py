@@ -101,7 +101,7 @@ class Workbench:
 
 @dataclass(frozen=True, kw_only=True)
 class Ended:
-    """What the origin is told of its microbatches."""
+    """The callbacks by which an origin hears of its microbatches."""
 
     on_ended: Callable[[MicrobatchEnded], None] = lambda ended: None
     on_drained: Callable[[Drained], None] = lambda drained: None

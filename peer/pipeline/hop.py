@@ -367,7 +367,7 @@ class Hop:
 
     @property
     def _is_evaluating(self) -> bool:
-        """Whether evaluations of this origin are not over; its trainer takes no step meanwhile."""
+        """True while evaluations of this origin go on; its trainer takes no step meanwhile."""
         return self._is_first and (
             self._evaluations > 0 or any(not one.key.trains for one in self._books)
         )

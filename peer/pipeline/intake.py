@@ -1,4 +1,4 @@
-"""What a peer answers to the header of a pass, before it takes any bytes of it."""
+"""A peer's answer to the header of a pass, before it takes any bytes of it."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ SHARE = 0.5  # of all room, for one origin and for one sender: a flood leaves th
 
 
 class PassState(Enum):
-    """What a pass is at this peer."""
+    """The state of a pass at this peer."""
 
     NEW = auto()
     IN_FLIGHT = auto()
@@ -40,7 +40,7 @@ class PassState(Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class Returned:
-    """What goes back to the peers that sent a pass."""
+    """The answer to the peers that sent a pass."""
 
     payload: Payload
     """The gradient of the input; nothing after an evaluation."""
@@ -63,7 +63,7 @@ class _Remembered:
 
 @dataclass(frozen=True, kw_only=True)
 class Swept:
-    """What time has ended."""
+    """The passes that time has ended."""
 
     expired: list[PassKey]
     """Spent from now on; they were in flight or cached."""

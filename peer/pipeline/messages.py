@@ -109,7 +109,7 @@ class PassKey(NamedTuple):
 
 
 class Payload(NamedTuple):
-    """What travels after a header. Whoever computes the frame makes it: hashing takes a while."""
+    """The bytes after a header. Whoever computes the frame makes it: hashing takes a while."""
 
     tokens: bytes
     """empty in a return"""
@@ -135,7 +135,7 @@ NOTHING = Payload.of(b"", b"")
 
 @dataclass(frozen=True, kw_only=True)
 class FrameShape:
-    """What frames of a run look like. All cuts have the same width and codecs."""
+    """The format of a run's frames. All cuts have the same width and codecs."""
 
     max_rows: int
     """Tokens of the largest microbatch."""

@@ -1,4 +1,4 @@
-"""What only the origin of a microbatch knows: who counted it, and whom it has told to count it."""
+"""The books of a microbatch's origin: who counted it, and whom it has told to count it."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ MAX_REQUESTERS = 4  # of one pass: the hop before was replaced three times
 
 @dataclass(frozen=True, kw_only=True)
 class HopRules:
-    """What all hops of a run, or one peer for itself, have agreed on."""
+    """The rules on which all hops of a run agree, or that one peer has for itself."""
 
     stages: int
     shape: FrameShape
@@ -65,7 +65,7 @@ class HopRules:
 
 
 class Phase(Enum):
-    """Where a pass stands at this peer."""
+    """The progress of a pass at this peer."""
 
     ARRIVING = auto()  # accepted; its payload is on the way
     QUEUED = auto()  # for the trainer, or computed by it, on the way out

@@ -71,7 +71,7 @@ class NoStageFits(ValueError):
 
 
 class Duty(Enum):
-    """What a peer does at the stage of its record."""
+    """A peer's activity at the stage of its record."""
 
     SERVING = "serving"
     MOVING = "moving"
@@ -82,7 +82,7 @@ class Duty(Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class StageNeeds:
-    """What a stage takes, as the run's spec says."""
+    """A stage's needs, by the run's spec."""
 
     cost: float
     """Work per sample, relative to the other stages."""
@@ -98,7 +98,7 @@ class StageNeeds:
 
 @dataclass(frozen=True, kw_only=True)
 class PlaceRecord:
-    """What a peer announces about itself."""
+    """A peer's announcement about itself."""
 
     peer_id: str
     incarnation: str
@@ -273,7 +273,7 @@ class Confirmed:
 
 
 class _Balance:
-    """What follows from a view before anything is decided."""
+    """The quantities that follow from a view before anything is decided."""
 
     def __init__(self, view: PlacementView, passed_over: Collection[tuple[str, str]] = ()) -> None:
         self.stages = view.stages

@@ -1,4 +1,4 @@
-"""What a hop counts about itself, and for what its trainer waited."""
+"""A hop's counts about itself, and its trainer's waits by reason."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ from atoll.peer.training.trained import Trained
 
 @dataclass(frozen=True, kw_only=True)
 class Bits:
-    """What a model loses on a text."""
+    """A model's loss on a text."""
 
     bits_per_byte: float
     loss: float

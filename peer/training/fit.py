@@ -1,4 +1,4 @@
-"""How much of a step's batch a device holds at once: the run's batch stays what it is.
+"""The share of a step's batch that a device holds at once: the run's batch stays what it is.
 
 The batch of a step is cut into pieces of whole sequences. The gradients of the pieces add up to
 that of the batch, each weighted by its sequences, so it equals the gradient of the whole batch up

@@ -195,7 +195,7 @@ def rotate(pairs: Tensor, turn: Tensor) -> Tensor:
 
 
 class SliceCache:
-    """What a slice, or a block of a model, keeps of the positions of one text that it has seen."""
+    """The memory of a slice, or a block, about the positions of one text that it has seen."""
 
     def __init__(self, max_rows: int) -> None:
         """Begin without a position; a text has at most `max_rows`."""

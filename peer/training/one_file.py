@@ -1,4 +1,4 @@
-"""What a run has trained as one safetensors file, written stage after stage.
+"""A trained model as one safetensors file, written stage after stage.
 
     tensors    each trained parameter under its name, such as `slices.3.attention.qkv.weight`
     metadata   format "pt", as programs expect it; spec (canonical JSON) and position

@@ -1,4 +1,4 @@
-"""What a run's spec names, opened on this machine: text, tokenizer, model, first state.
+"""The things that a run's spec names, opened on this machine: text, tokenizer, model, first state.
 
 Nothing beyond the built-in parts is read or run unless its owner has allowed it (`Allowed`).
 """

@@ -1,4 +1,4 @@
-"""What one stage of a pipeline computes for a microbatch: tensors in, tensors out, in one thread.
+"""One stage's computations for a microbatch: tensors in, tensors out, in one thread.
 
     output = compute.forward(inputs)                    keeps no graph
     half = compute.backward(inputs, gradient)           computes the forward pass again
@@ -76,7 +76,7 @@ class Half:
 
 @dataclass(frozen=True, kw_only=True)
 class StepGradient:
-    """What `finish` put into the parameters."""
+    """The gradients that `finish` put into the parameters."""
 
     norm: float
     """L2 norm of the stage's gradient before clipping."""

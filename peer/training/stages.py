@@ -152,7 +152,7 @@ class HeadSlice(nn.Module):
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """What goes into a model, and what flows between its slices."""
+    """The input of a model, and the values between its slices."""
 
     vocab_size: int
     """Tokens and targets are below it."""
@@ -336,7 +336,7 @@ class Slices:
 
     @cached_property
     def shape(self) -> Shape:
-        """What flows between the slices, which are tried without values.
+        """The values between the slices, which are tried on shapes alone.
 
         Raises:
             ModelError: a slice gives another shape than the contract says.

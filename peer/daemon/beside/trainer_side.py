@@ -80,7 +80,7 @@ class NetworkLine:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """What a trainer has to know of the run, once the other side has joined."""
+        """The facts of a run that a trainer needs, once the other side has joined."""
         facts: dict[str, Any] = self._await(self._joined)
         return facts
 
@@ -258,7 +258,7 @@ class NetworkProcess(NetworkLine):
 
 @dataclass(frozen=True, kw_only=True)
 class News:
-    """What became of the trainer's work since its last question."""
+    """The outcome of the trainer's work since its last question."""
 
     settled: Sequence[Settlement]
     """Of residuals that ranks keep."""
@@ -269,7 +269,7 @@ class News:
 
 @dataclass(frozen=True)
 class Answer:
-    """What the network process says to a question."""
+    """The network process's answer to a question."""
 
     result: Any
     failure: BaseException | None

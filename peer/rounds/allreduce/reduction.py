@@ -8,6 +8,10 @@ If the run has a robust rule (`atoll.optim.reduction.robust`), it replaces that 
 cells are held until all are there or late, and the difference to the mean is measured. If the
 method gathers, the encoded cells are held too and sent on together
 (`atoll.optim.reduction.cells`).
+
+All parts are decoded into one vector, and their bytes come to lie in one buffer (`Rooms`), so
+neither the update nor the body of its entry is ever copied together. Both are made on first use:
+rounds that begin again overlap, and a reduction that has brought nothing takes no memory.
 """
 
 from __future__ import annotations
@@ -17,10 +21,10 @@ import itertools
 import math
 import threading
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from typing import ClassVar
+from functools import cached_property, partial
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -39,10 +43,95 @@ from atoll.optim.reduction.robust import Rule
 from atoll.optim.reduction.sparse_mean import SparseMean
 from atoll.optim.state import vectors
 from atoll.optim.state.updates import Update, joined
-from atoll.peer.rounds.allreduce.rooms import PartBytes, Room, room_alone
 from atoll.peer.rounds.messages import PIECE_BYTES, PartDone, Prefix
 
 NORM_SLACK = 1.05  # decoding rounds a norm up by less than 5% for every codec we have
+
+
+class PartBytes:
+    """The bytes of one part, piece after piece."""
+
+    def __init__(self, memory: memoryview | None = None) -> None:
+        """Lay the pieces in `memory`, which holds the longest part; without it, keep each apart."""
+        self._memory = memory
+        self._pieces: list[bytes] = []
+        self._stop = 0
+
+    def add(self, piece: bytes) -> Bytes:
+        """Keep a piece; return it as it is kept."""
+        if self._memory is None:
+            self._pieces.append(piece)
+            return piece
+        start, self._stop = self._stop, self._stop + len(piece)
+        self._memory[start : self._stop] = piece
+        return self._memory[start : self._stop].toreadonly()
+
+    def whole(self) -> Bytes:
+        """Return all pieces as one."""
+        if self._memory is None:
+            return b"".join(self._pieces)
+        return self._memory[: self._stop].toreadonly()
+
+
+class Room(NamedTuple):
+    """The place of one part, for whoever reduces or receives it; it takes memory when asked."""
+
+    values: Callable[[], Tensor]
+    """Makes room for the part's values."""
+    bytes: Callable[[], PartBytes]
+    """Makes room for its bytes."""
+
+
+def room_alone(count: int) -> Room:
+    """Return a place for a part of so many values, beside no other part."""
+    return Room(partial(vectors.empty, count), PartBytes)
+
+
+class Rooms:
+    """The memory of one group's update."""
+
+    def __init__(
+        self,
+        values: Sequence[slice],
+        most_bytes: Sequence[int],
+        allocate: vectors.Allocate = vectors.empty,
+    ) -> None:
+        """Divide it into parts.
+
+        Args:
+            values: of each part, within the update.
+            most_bytes: length of the longest body of each part. If all of them are that long, they
+                lie in the buffer as they do in the entry's body. Empty: pieces are kept apart.
+            allocate: makes the vector of the values.
+        """
+        self._values = values
+        self._allocate = allocate
+        self._starts = [0, *itertools.accumulate(most_bytes)]
+        self._lock = threading.Lock()  # parts are reduced in several threads
+        self._update_F: Tensor | None = None
+        self._body: memoryview | None = None
+
+    def room(self, part: int) -> Room:
+        """Return the place of a part."""
+        bytes_of = partial(self._bytes_of, part) if len(self._starts) > 1 else PartBytes
+        return Room(partial(self._values_of, part), bytes_of)
+
+    @property
+    def is_made(self) -> bool:
+        """Return whether it takes memory."""
+        return self._update_F is not None or self._body is not None
+
+    def _values_of(self, part: int) -> Tensor:
+        with self._lock:
+            if self._update_F is None:
+                self._update_F = self._allocate(self._values[-1].stop)
+        return self._update_F[self._values[part]]
+
+    def _bytes_of(self, part: int) -> PartBytes:
+        with self._lock:
+            if self._body is None:
+                self._body = vectors.buffer(self._starts[-1])
+        return PartBytes(self._body[self._starts[part] : self._starts[part + 1]])
 
 
 class CellRefused(ValueError):

@@ -41,10 +41,11 @@ from atoll.peer.rounds.allreduce.reduction import (
     PartRange,
     PartReceiver,
     PartReducer,
+    Room,
+    Rooms,
     Share,
     batches,
 )
-from atoll.peer.rounds.allreduce.rooms import Room, Rooms
 from atoll.peer.rounds.conduct import Fault
 from atoll.peer.rounds.context import Context, Decoded
 from atoll.peer.rounds.messages import (

@@ -50,8 +50,8 @@ from atoll.optim.log.locks import (
     promise_payload,
 )
 from atoll.optim.reduction.cells import Bytes, UpdateError
+from atoll.optim.state import vectors
 from atoll.optim.state.updates import Update, joined, numel_of
-from atoll.peer.rounds.allreduce import rooms
 from atoll.peer.rounds.conduct import Fault
 from atoll.peer.rounds.consensus.round import (
     Accepted,
@@ -571,7 +571,7 @@ class Voter:
 
     async def gather(self, entry: Entry, source: str) -> Bytes:
         """Return the body of an entry, from the parts in hand and from `source` for the rest."""
-        body = rooms.joined([await self._body(entry, part, source) for part in entry.parts])
+        body = vectors.joined_bytes([await self._body(entry, part, source) for part in entry.parts])
         whole, start = memoryview(body), 0
         for part in entry.parts:
             stop = start + part.wire_bytes

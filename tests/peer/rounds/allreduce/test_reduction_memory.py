@@ -2,8 +2,8 @@
 
 import pytest
 
-from atoll.peer.rounds.allreduce.reduction import batches
-from atoll.peer.rounds.allreduce.rooms import PartBytes, Rooms, joined
+from atoll.optim.state.vectors import joined_bytes
+from atoll.peer.rounds.allreduce.reduction import PartBytes, Rooms, batches
 
 VALUES = (slice(0, 4), slice(4, 10))
 
@@ -34,24 +34,24 @@ def test_values_of_parts_lie_in_one_vector():
 
 def test_bodies_that_fill_their_rooms_are_joined_without_a_copy():
     parts = filled(Rooms(VALUES, [3, 5]), b"abc", b"defgh")
-    whole = joined(parts)
+    whole = joined_bytes(parts)
     assert whole == b"abcdefgh"
     assert whole.obj is parts[0].obj
-    assert joined([whole[:2], whole[2:7]]).obj is whole.obj
-    assert joined([whole[:2], whole[2:7]]) == b"abcdefg"
+    assert joined_bytes([whole[:2], whole[2:7]]).obj is whole.obj
+    assert joined_bytes([whole[:2], whole[2:7]]) == b"abcdefg"
 
 
 @pytest.mark.parametrize("order", [[0, 1], [1, 0]])
 def test_bodies_that_do_not_lie_in_order_are_joined_by_a_copy(order):
     parts = filled(Rooms(VALUES, [3, 5]), b"ab", b"defgh")
-    assert joined([parts[i] for i in order]) == b"".join(bytes(parts[i]) for i in order)
+    assert joined_bytes([parts[i] for i in order]) == b"".join(bytes(parts[i]) for i in order)
 
 
 def test_bodies_of_several_memories_are_joined_by_a_copy():
     one, other = (filled(Rooms(VALUES, [3, 5]), b"abc", b"defgh") for _ in range(2))
-    assert joined([one[0], other[1]]) == b"abcdefgh"
-    assert joined([b"abc", one[1]]) == b"abcdefgh"
-    assert joined([]) == joined([b""]) == b""
+    assert joined_bytes([one[0], other[1]]) == b"abcdefgh"
+    assert joined_bytes([b"abc", one[1]]) == b"abcdefgh"
+    assert joined_bytes([]) == joined_bytes([b""]) == b""
 
 
 def test_pieces_without_a_room_are_kept_apart():

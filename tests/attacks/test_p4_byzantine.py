@@ -77,7 +77,7 @@ def test_keepers_commit_what_they_locked(tmp_path):
     run(tmp_path, scenario)
 
 
-@pytest.mark.parametrize("after", [1, pytest.param(0, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("after", [0, 1])
 def test_a_leader_that_is_lost_between_lock_and_commit_leaves_its_entry(
     tmp_path, monkeypatch, after
 ):
@@ -187,7 +187,7 @@ def as_votes(signatures):
     ("count", "voices"),
     [
         (4, "lost"),
-        pytest.param(5, "heard", marks=pytest.mark.exhaustive),
+        (5, "heard"),
         pytest.param(4, "heard", marks=pytest.mark.exhaustive),
         pytest.param(5, "lost", marks=pytest.mark.exhaustive),
     ],

@@ -13,7 +13,7 @@ from __future__ import annotations
 import itertools
 import threading
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 
@@ -23,28 +23,19 @@ from torch import Tensor
 BUFFER_BYTES = 32 << 20  # long enough that starting a copy costs nothing
 BUFFERS = 2
 
-Pairs = Iterable[tuple[Tensor, Tensor]]
+Pair = tuple[Tensor, Tensor]
 """source and target, of one shape; each contiguous"""
+Pairs = Iterable[Pair]
 
 
 def to_host(pairs: Pairs) -> None:
     """Copy tensors to tensors on the CPU, and convert them there if their dtypes differ."""
-    for device, of_device in itertools.groupby(pairs, key=lambda pair: pair[0].device):
-        if device.type == "cuda":
-            _ring(device).to_host(of_device)
-        else:
-            for source, target in of_device:
-                target.copy_(source)
+    _copy(pairs, lambda pair: pair[0].device, _Ring.to_host)
 
 
 def to_device(pairs: Pairs) -> None:
     """Copy tensors on the CPU to other tensors, and convert them before if their dtypes differ."""
-    for device, of_device in itertools.groupby(pairs, key=lambda pair: pair[1].device):
-        if device.type == "cuda":
-            _ring(device).to_device(of_device)
-        else:
-            for source, target in of_device:
-                target.copy_(source)
+    _copy(pairs, lambda pair: pair[1].device, _Ring.to_device)
 
 
 def on_device(device: torch.device, tensor: Tensor) -> Tensor:
@@ -121,6 +112,18 @@ class _Ring:
                     target.copy_(staged, non_blocking=True)
                     event.record()
             torch.cuda.current_stream().wait_stream(self._stream)
+
+
+def _copy(
+    pairs: Pairs, device_of: Callable[[Pair], torch.device], by_ring: Callable[[_Ring, Pairs], None]
+) -> None:
+    """Copy pairs: those of a GPU by its ring, others as torch does."""
+    for device, of_device in itertools.groupby(pairs, key=device_of):
+        if device.type == "cuda":
+            by_ring(_ring(device), of_device)
+        else:
+            for source, target in of_device:
+                target.copy_(source)
 
 
 @cache

@@ -125,7 +125,7 @@ def tests(place: Place, folder: Path) -> Found:
     return Found(
         rows=[counts],
         checks=[
-            Check(name="tests", got=f"exit code {code}; see {log}", expected="0", is_met=not code),
+            Check(name="tests", got=f"exit code {code}; {log.name}", expected="0", is_met=not code),
             Check(
                 name="tests run",
                 got=f"{run} of {counts['tests']}",

@@ -54,7 +54,7 @@ class LiveOptions:
     any_model_source: bool = False
     """Accept a custom model of another source than the run's."""
     wait_s: float = TEXT_WAIT_S
-    """How long to wait for a server of a stage."""
+    """Seconds to wait for a server of a stage."""
     listen: tuple[str, ...] = LISTEN
 
 

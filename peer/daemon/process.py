@@ -324,7 +324,7 @@ def _train(options: RunOptions, reducer: RunReducer, narrator: Narrator, stop: S
             stage=_seat(peer),
         ),
     )
-    shared.encode_on(trainer.device.device)
+    shared.encode_on(trainer.device.encodes_on)
     if isinstance(peer.run, PipelineRun) and isinstance(trainer.learner, StageLearner):
         shape = trainer.learner.model.shape
         known = slices_of(spec, shape.vocab_size, options.allowed)
@@ -418,7 +418,7 @@ def follow(options: RunOptions) -> None:
     spec = RunSpec.from_json(run["spec"].encode())
     reducer = RankReducer(ranks.ranks, _expect_first)
     trainer = Trainer(options.spec_with_own_files(spec), reducer, _trainer_options(options, run))
-    reducer.encode_on(trainer.device.device)
+    reducer.encode_on(trainer.device.encodes_on)
     if run["has_state"]:
         with suppress(SavedStateError):  # the first rank reports it
             trainer.load(PeerPaths(root=options.peer.state_dir).trainer(run["module"]))

@@ -48,7 +48,7 @@ class SessionRules:
     max_sessions: int = 32
     client_sessions: int = 4
     max_bytes: int = 1 << 30
-    """Of all caches, with one answer each; one client gets half."""
+    """The bytes of all caches, with one answer each; one client gets half of them."""
     client_share: float = 0.5
     idle_s: float = 120.0
     """A session that is asked nothing for so long ends."""

@@ -53,7 +53,7 @@ class SendPass:
     header: PassHeader
     payload: Payload
     asks: bool = False
-    """Whether the peer had the payload before: probably only the header travels, and it need not
+    """True if the peer had the payload before: probably only the header travels, and it need not
     wait for other sends."""
 
     @property

@@ -76,6 +76,14 @@ class Device:
             return int(torch.cuda.get_device_properties(self.device).total_memory)
         return memory_total()
 
+    @property
+    def encodes_on(self) -> torch.device:
+        """The device on which contributions are encoded: a CUDA device, else the CPU.
+
+        On MPS nobody has compared the bits of codecs with the CPU's.
+        """
+        return self.device if self.device.type == "cuda" else torch.device("cpu")
+
     def activate(self) -> None:
         """Make the device the current one of this thread: some kernels look at nothing else."""
         if self.device.type == "cuda" and self.device.index is not None:

@@ -52,7 +52,7 @@ class Stages:
         return StageModel(slices, self.known.shape, num_slices=len(self.known))
 
     def text(self, positions, prompt, **options):
-        """What `atoll sample` prints of such a checkpoint."""
+        """Return what `atoll sample` prints of such a checkpoint."""
         return "".join(
             generate(
                 self.whole(positions),

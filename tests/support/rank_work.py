@@ -160,7 +160,7 @@ MOST_METHODS = (
     "demo(codec=dct(k=8))",
     "dlion",
 )
-"""Of these, every way to reduce."""
+"""Those of them that show every way to reduce."""
 
 
 class Peer:

@@ -53,7 +53,7 @@ class Channel:
         self._socket = connection
         self._sending = threading.Lock()
         self._descriptors: list[int] = []
-        """Of the message that is packed, under the lock."""
+        """The descriptors of the message that is being packed, under the lock."""
 
     def send(self, kind: str, *values: Any) -> None:  # noqa: ANN401 - plain values and the above
         """Send a message, in any thread.

@@ -41,7 +41,7 @@ class Segment(mmap.mmap):
     descriptor: int | None
     """To be sent to others; None of one that is borrowed."""
     lender: LentTensors | None
-    """Where it was borrowed; None if this process has made it."""
+    """The end of the channel that borrowed it; None if this process has made it."""
 
     @classmethod
     def make(cls, num_bytes: int) -> Segment:

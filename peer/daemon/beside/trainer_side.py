@@ -261,7 +261,7 @@ class News:
     """The outcome of the trainer's work since its last question."""
 
     settled: Sequence[Settlement]
-    """Of residuals that ranks keep."""
+    """The settlements of residuals that ranks keep."""
     commits: Sequence[Commit]
     position: int
     encode_s: float

@@ -142,3 +142,8 @@ def test_autocast_lowers_products_only():
         assert (a @ a).dtype == torch.bfloat16
     with Device.choose("cpu").autocast():
         assert (a @ a).dtype == torch.float32
+
+
+def test_contributions_are_encoded_on_cuda_alone():
+    devices = [Device(device=torch.device(name), precision="float32") for name in ("cuda:1", "mps")]
+    assert [each.encodes_on for each in devices] == [torch.device("cuda:1"), torch.device("cpu")]

@@ -53,6 +53,19 @@ async def publish(net: Net, client: CoordinatorClient, swarm: Swarm, module: str
     return await net.publish(client, *swarm.entry(log_id(net.run_id, module), log.head()))
 
 
+def test_a_pipeline_waits_for_a_peer_at_each_stage(kit: Any, tmp_path: Path) -> None:
+    async def main() -> None:
+        few = STAGED.model_copy(update={"round": STAGED.round.model_copy(update={"min_peers": 3})})
+        async with kit.net(tmp_path / "run", spec=few) as net:
+            coordinator = net.up.coordinator
+            for log in coordinator.logs.values():
+                log.ask_head_with(answering(coordinator, None, log))
+            await joined(net, Swarm(), FIRST)  # as many peers as the run begins with
+            assert all(log.replica.opened is None for log in coordinator.logs.values())
+
+    kit.run(main())
+
+
 def test_each_module_has_entries_of_its_own(kit: Any, tmp_path: Path) -> None:
     async def main() -> None:
         one, other = Swarm(), Swarm()

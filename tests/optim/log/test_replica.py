@@ -112,6 +112,16 @@ def test_an_entry_without_a_quorum_is_refused(reopen: Open, swarm: kit.Swarm) ->
             replica.check(entry, certificate)
 
 
+def test_an_entry_of_another_fragment_than_is_due_is_refused(
+    reopen: Open, swarm: kit.Swarm
+) -> None:
+    replica = reopen()
+    replica.open_epoch(swarm.electors(), KEYS.sign)
+    entry, _ = swarm.entry(RUN, replica.head, fragment=1)
+    with pytest.raises(MalformedRecord, match="expected fragment 0, got 1"):
+        replica.check(entry, swarm.certify(entry))
+
+
 @pytest.mark.parametrize("kind", ["update", "null"])
 def test_a_body_that_is_not_the_entrys_is_not_stored(
     reopen: Open, swarm: kit.Swarm, kind: str

@@ -50,7 +50,7 @@ import sqlite3
 import time
 from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -604,6 +604,10 @@ class Replica(ReplicaView):
         at = self._replayed(replace(at, leaps=at.leaps + 1))
         if self.is_ledger:  # the log may reach beyond the state
             at = replace(at, head=replace(self.store.head, epoch=self.epoch))
+        elif self.store.head.position > at.head.position:
+            # A body is gone, such as one that was being written. What comes after it is fetched
+            # again: an epoch may have voided it.
+            self.store.rewind(at.head.position)
         self.standing = _with_voters(at, self._stored_voters(at.head))
         return True
 
@@ -723,7 +727,7 @@ class Replica(ReplicaView):
         return verify_linked(records, run_id=self.run_id, start=start, chain=chain)
 
     def accept(self, claim: Claim, body: Bytes, update_F: Update | None = None) -> Update | None:
-        """Apply and store the next entry; its snapshot may be `due` then.
+        """Apply and store the next entry; what `has_unsaved` names may be left to save then.
 
         Args:
             claim: the entry, verified by `check` or `verify`.
@@ -751,8 +755,9 @@ class Replica(ReplicaView):
             update_F = self._decoded(entry, body)
         elif update_F is None or not applies:
             split_body(entry, memoryview(body))
-        # Before it is applied: what is announced is on disk, and if the disk takes no more, the
-        # state is still the one before.
+        # Before it is applied: if the disk takes no more, the state is still the one before. What a
+        # ledger announces is on disk, body and all; a peer's trainer does not wait for a body.
+        self.store.write_bodies()  # one at most waits in memory
         self._store(claim, body, at)
         state, diverged = at.state, at.diverged
         if applies:
@@ -828,6 +833,7 @@ class Replica(ReplicaView):
             certificate=claim.certificate.encode(),
             body=body,
             before_base=at.opened is not None and entry.position < at.opened.base_position,
+            writes_body=self.is_ledger,
         )
 
     def _after(self, at: ReplicaStanding, entry: Entry) -> ReplicaStanding:
@@ -881,8 +887,14 @@ class Replica(ReplicaView):
         for position in [p for p in snapshots if p < certified and p != leased]:
             del snapshots[position]
 
+    @property
+    def has_unsaved(self) -> bool:
+        """Return whether a body is to be written, or a snapshot."""
+        return self.due is not None or self.store.has_unwritten
+
     def save_due(self) -> None:
-        """Hash and write the snapshot that is due, if any."""
+        """Write the body that is left, if any; hash and write the snapshot that is due, if any."""
+        self.store.write_bodies()
         if self.due is not None:
             self.keep_snapshot(self.write_snapshot(self.due))
 
@@ -1286,7 +1298,7 @@ class LiveReplica(ReplicaView):
         await self.saved()
 
     async def saved(self) -> None:
-        """Wait until no snapshot is due: all are on disk, or `on_failure` was called."""
+        """Wait until nothing is left to save: it is on disk, or `on_failure` was called."""
         while self._saving is not None:
             await asyncio.shield(self._saving)
 
@@ -1506,28 +1518,31 @@ class LiveReplica(ReplicaView):
             finally:  # part of an install may be done even if the rest failed
                 self.standing = self.core.standing
             then(result)
-        if self._saving is None and self.core.due is not None:
+        if self._saving is None and self.core.has_unsaved:
             self._saving = asyncio.create_task(self._save())
         if is_move and self.standing is not before:
             await self._notify()
         return result
 
     async def _save(self) -> None:
-        """Hash and write what is due, without holding up the changes meanwhile."""
+        """Write bodies, and hash and write what is due, without holding up changes meanwhile."""
         core = self.core
         with contextlib.suppress(OSError, sqlite3.Error):  # reported; not tried again
-            while (due := core.due) is not None:
-                await self._keep(due)
+            while core.has_unsaved:
+                await self._reporting(core.store.write_bodies)
+                if core.due is not None:
+                    written: Written = await self._reporting(core.write_snapshot, core.due)
+                    await self._hold(partial(core.keep_snapshot, written), _ignore, is_move=False)
         core.due = None
         self._saving = None  # after another error it stays: the next one who waits gets that
 
-    async def _keep(self, due: Due) -> None:
+    async def _reporting(self, work: Callable[..., T], *args: Any) -> T:  # noqa: ANN401
         try:
-            written: Written = await self.compute(self.core.write_snapshot, due)
+            result: T = await self.compute(work, *args)
         except (OSError, sqlite3.Error) as error:
             self._on_failure(error)
             raise
-        await self._hold(lambda: self.core.keep_snapshot(written), lambda _: None, is_move=False)
+        return result
 
     async def _notify(self) -> None:
         now = asyncio.get_running_loop().time()

@@ -9,7 +9,9 @@ history: a new epoch first rewinds to its base.
     with store.lease(position): ...     bodies from there on, and that snapshot, stay
 
 Writing is one transaction a call, in WAL mode: after `kill -9` the file holds exactly the calls
-that returned (with `fsync=True` also after a loss of power). One connection under a lock serves
+that returned (with `fsync=True` also after a loss of power). A body may follow its entry: until
+`write_bodies` has written it, it is read from memory, and a process that dies by then leaves an
+entry without a body, as pruning does. One connection under a lock serves
 all threads. Bodies are cut into rows of 1 MiB, so that no copy of a large one is made in SQLite
 and parts of it can be read. Snapshots are files next to the database, written under another name,
 synced and renamed, and only then put in the table; a file that no row names is removed when the
@@ -30,6 +32,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import json
 import os
 import sqlite3
 import threading
@@ -51,6 +54,7 @@ from atoll.optim.state.outer_state import DIGEST_BYTES, LEAF_BYTES, Assembly, Ou
 SCHEMA_VERSION = 1  # of the tables below; in the file's `user_version`, where 0 means a new file
 LOG_FILE = "log.sqlite"  # in the directory of a log
 CHUNK_BYTES = 1 << 20  # a row of a body: SQLite reads whole rows
+WRITTEN_BYTES = 64 << 20  # of a body in one transaction; readers have their turn between two
 KEPT_SNAPSHOTS = 3  # at a peer: the newest two may not have a certified root yet
 PRIMARY = 0xFF  # bits of an SQLite error code that say which, without the details
 
@@ -421,6 +425,9 @@ class LogStore:
         self._lock = threading.RLock()
         self._leases: dict[int, int] = {}
         self._pruned = 0
+        self._unwritten: dict[int, memoryview] = {}
+        """bodies that `write_bodies` has yet to write, by position"""
+        self._writing = threading.Lock()
         directory.mkdir(parents=True, exist_ok=True)
         self._db = open_log(directory / LOG_FILE, run_id, fsync=fsync)
         self._snapshots = Snapshots(self._db, self._lock, directory)
@@ -459,6 +466,7 @@ class LogStore:
         body: bytes | bytearray | memoryview,
         chain: bytes,
         before_base: bool = False,
+        writes_body: bool = True,
     ) -> bool:
         """Add a verified entry; False if it is here already.
 
@@ -470,6 +478,7 @@ class LogStore:
             body: the update, empty if there is none.
             chain: after the entry.
             before_base: it lies before the base of the newest epoch, and may be of an older one.
+            writes_body: False leaves the body to `write_bodies`.
 
         Raises:
             OutOfOrder: when it does not come next.
@@ -477,18 +486,55 @@ class LogStore:
         """
         with self._lock:
             known = self.get(position)
-            if known is not None:
-                if known.entry != entry:
-                    raise Conflict(f"position {position} is decided: another entry is stored there")
-                return False
-            self._expect_next(epoch, position, before_base=before_base)
+            if known is not None and known.entry != entry:
+                raise Conflict(f"position {position} is decided: another entry is stored there")
+            if known is None:
+                self._expect_next(epoch, position, before_base=before_base)
+            lacks_body = known is None or not known.has_body
             with self._changing():
-                row = (position, epoch, entry, certificate, chain, len(body), 1)
-                self._db.execute("INSERT INTO entries VALUES (?, ?, ?, ?, ?, ?, ?)", row)
-                self._check([(position, certificate)])
-                self._insert_body(position, memoryview(body))
-            self.prune()
-            return True
+                if known is None:
+                    row = (position, epoch, entry, certificate, chain, len(body), int(not body))
+                    self._db.execute("INSERT INTO entries VALUES (?, ?, ?, ?, ?, ?, ?)", row)
+                    self._check([(position, certificate)])
+                if lacks_body and writes_body:
+                    self._insert_body(position, memoryview(body))
+                    self._mark_body(position)
+            if writes_body:
+                self.prune()
+            elif lacks_body:
+                self._unwritten[position] = memoryview(body)
+                self._first_with_bodies = self._find_first_with_bodies()
+            return known is None
+
+    @property
+    def has_unwritten(self) -> bool:
+        """Return whether bodies are left to `write_bodies`."""
+        return bool(self._unwritten)
+
+    def write_bodies(self) -> None:
+        """Write the bodies that `append` has left, in any thread; others read and append meanwhile.
+
+        Raises:
+            OSError, sqlite3.Error: the disk takes no more. Bodies that are not written stay in
+                memory.
+        """
+        with self._writing:
+            while self._unwritten:
+                self._write_body(*next(iter(self._unwritten.items())))
+
+    def _write_body(self, position: int, body: memoryview) -> None:
+        """Write a body in several transactions, unless it is dropped meanwhile."""
+        for start in range(0, len(body), WRITTEN_BYTES):
+            with self._lock, self._db:
+                if self._unwritten.get(position) is not body:
+                    return
+                self._insert_body(position, body[start : start + WRITTEN_BYTES], start)
+        with self._changing():
+            if self._unwritten.get(position) is not body:
+                return
+            del self._unwritten[position]
+            self._mark_body(position)
+        self.prune()
 
     def append_header(
         self,
@@ -523,7 +569,8 @@ class LogStore:
         query = f"SELECT {columns} FROM entries WHERE position >= ? AND position < ? ORDER BY 2"
         with self._lock:
             rows = self._db.execute(query, (start, start + count)).fetchall()
-        return [_record(row) for row in rows]
+            unwritten = set(self._unwritten)
+        return [_record(row, is_unwritten=row[1] in unwritten) for row in rows]
 
     def body(self, position: int) -> bytes:
         """Return the body of an entry. Raises NotStored."""
@@ -548,6 +595,10 @@ class LogStore:
             raise NotStored(f"the body of entry {position} is not here: ask another peer")
         num_chunks = -(-record.body_bytes // CHUNK_BYTES)
         for part in range(first, num_chunks if stop is None else min(stop, num_chunks)):
+            unwritten = self._unwritten.get(position)
+            if unwritten is not None:
+                yield bytes(unwritten[part * CHUNK_BYTES : (part + 1) * CHUNK_BYTES])
+                continue
             query = "SELECT data FROM bodies WHERE position = ? AND part = ?"
             with self._lock:
                 row = self._one(query, position, part)
@@ -563,7 +614,7 @@ class LogStore:
                 raise NotStored(f"entry {position} with a body of {len(body)} bytes is not here")
             if not record.has_body:
                 self._insert_body(position, memoryview(body))
-                self._db.execute("UPDATE entries SET has_body = 1 WHERE position = ?", (position,))
+                self._mark_body(position)
 
     def drop_bodies(self, positions: Sequence[int]) -> None:
         """Drop damaged bodies; their entries stay."""
@@ -616,10 +667,12 @@ class LogStore:
         query = """
             SELECT min(position), max(position) + 1 FROM (
                 SELECT position, position - row_number() OVER (ORDER BY position) AS run
-                FROM entries WHERE has_body = 0)
+                FROM entries
+                WHERE has_body = 0 AND position NOT IN (SELECT value FROM json_each(?)))
             GROUP BY run ORDER BY 1"""
         with self._lock:
-            return [(row[0], row[1]) for row in self._db.execute(query)]
+            unwritten = json.dumps(list(self._unwritten))
+            return [(row[0], row[1]) for row in self._db.execute(query, (unwritten,))]
 
     def rewind(self, position: int) -> int:
         """Void the entries and snapshots beyond a new epoch's base; returns how many entries.
@@ -634,6 +687,8 @@ class LogStore:
             raise OutOfOrder(f"expected a base from {start} on, got {position}: recover a snapshot")
         with self._lock:
             beyond = [p for p in self.snapshot_positions() if p > position]
+            for each in [p for p in self._unwritten if p >= position]:
+                del self._unwritten[each]
             with self._changing():
                 self._db.execute("DELETE FROM bodies WHERE position >= ?", (position,))
                 self._db.execute("DELETE FROM checks WHERE position >= ?", (position,))
@@ -646,6 +701,7 @@ class LogStore:
     def begin_at(self, *, position: int, chain: bytes) -> None:
         """Begin the log again after a recovered snapshot; drop what was stored before."""
         with self._lock:
+            self._unwritten.clear()
             with self._changing():
                 self._db.execute("DELETE FROM bodies")
                 self._db.execute("DELETE FROM entries")
@@ -800,8 +856,9 @@ class LogStore:
             )
 
     def close(self) -> None:
-        """Close the file; idempotent."""
+        """Close the file; idempotent. Bodies that are not written are lost."""
         with self._lock:
+            self._unwritten.clear()
             self._db.close()
 
     # Inside
@@ -818,8 +875,11 @@ class LogStore:
         self._db.executemany("INSERT OR REPLACE INTO checks VALUES (?, ?)", rows)
 
     def _find_first_with_bodies(self) -> int:
-        gap = self._one("SELECT max(position) FROM entries WHERE has_body = 0")[0]
-        return self._base()[0] if gap is None else gap + 1
+        # As many more rows as may be of bodies that are on their way.
+        query = "SELECT position FROM entries WHERE has_body = 0 ORDER BY 1 DESC LIMIT ?"
+        rows = self._db.execute(query, (1 + len(self._unwritten),)).fetchall()
+        gone = next((row[0] for row in rows if row[0] not in self._unwritten), None)
+        return self._base()[0] if gone is None else gone + 1
 
     def _one(self, query: str, *values: object) -> Any:  # noqa: ANN401  # a row of SQLite
         return self._db.execute(query, values).fetchone()
@@ -852,12 +912,19 @@ class LogStore:
         if epoch < head.epoch and not before_base:
             raise OutOfOrder(f"expected an entry of epoch {head.epoch} or later, got {epoch}")
 
-    def _insert_body(self, position: int, body: memoryview) -> None:
-        for part, start in enumerate(range(0, len(body), CHUNK_BYTES)):
-            data = body[start : start + CHUNK_BYTES]
-            self._db.execute("INSERT INTO bodies VALUES (?, ?, ?)", (position, part, data))
+    def _insert_body(self, position: int, body: memoryview, begins: int = 0) -> None:
+        """Insert bytes of a body, which begin at a multiple of `CHUNK_BYTES` in it."""
+        # Replaced: a process that died may have left some of them.
+        query = "INSERT OR REPLACE INTO bodies VALUES (?, ?, ?)"
+        for start in range(0, len(body), CHUNK_BYTES):
+            part, data = (begins + start) // CHUNK_BYTES, body[start : start + CHUNK_BYTES]
+            self._db.execute(query, (position, part, data))
+
+    def _mark_body(self, position: int) -> None:
+        self._db.execute("UPDATE entries SET has_body = 1 WHERE position = ?", (position,))
 
     def _drop_body(self, position: int) -> None:
+        self._unwritten.pop(position, None)
         self._db.execute("DELETE FROM bodies WHERE position = ?", (position,))
         self._db.execute("UPDATE entries SET has_body = 0 WHERE position = ?", (position,))
 
@@ -887,7 +954,7 @@ class LogStore:
         return [p for p in old if p not in self._leases]
 
 
-def _record(row: tuple[Any, ...]) -> StoredEntry:
+def _record(row: tuple[Any, ...], *, is_unwritten: bool) -> StoredEntry:
     return StoredEntry(
         epoch=row[0],
         position=row[1],
@@ -895,7 +962,7 @@ def _record(row: tuple[Any, ...]) -> StoredEntry:
         certificate=row[3],
         chain=row[4],
         body_bytes=row[5],
-        has_body=bool(row[6]),
+        has_body=bool(row[6]) or is_unwritten,
     )
 
 

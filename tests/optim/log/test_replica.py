@@ -335,6 +335,7 @@ class LongLog(Log):
         self.grow(6)
 
     def restart(self) -> Replica:
+        self.away.store.write_bodies()
         self.away.store.close()
         self.away = self.open("away", is_ledger=self.is_ledger)
         return self.away
@@ -540,6 +541,42 @@ def test_an_entry_counts_while_its_snapshot_is_written(tmp_path: Path) -> None:
     log.whole.store.close()
 
 
+def test_a_commit_is_heard_before_its_body_is_on_disk(tmp_path: Path) -> None:
+    log = Log(tmp_path, swarm=kit.Swarm(), keys=KEYS)
+    core = log.open("peer", is_ledger=False)
+    core.adopt(log.whole.epoch_record)
+    log.grow(2)
+    hold, write = threading.Event(), core.store._write_body
+
+    def held(*arguments: Any) -> None:
+        assert hold.wait(20.0)
+        write(*arguments)
+
+    core.store._write_body = held  # type: ignore[method-assign]
+
+    async def main() -> None:
+        peer, heard = LiveReplica(core, compute=asyncio.to_thread), list[int]()
+        peer.listeners.append(lambda applied: heard.append(applied.entry.position))
+        assert await peer.accept_claim(*log.entries[0])
+        assert heard == [0] and core.store.has_unwritten
+        assert core.store.body(0) == log.entries[0][1]  # others may have it
+        waiting = asyncio.create_task(peer.accept_claim(*log.entries[1]))
+        await peer.verify([], None)  # a turn of the loop and of a thread
+        assert heard == [0] and not waiting.done()  # no more than one body waits in memory
+        hold.set()
+        assert await waiting
+        await peer.close()
+
+    try:
+        asyncio.run(asyncio.wait_for(main(), 60.0))
+    finally:
+        hold.set()
+    again = log.open("peer", is_ledger=False)
+    assert again.state.root() == log.whole.state.root()
+    for each in (again, log.whole):
+        each.store.close()
+
+
 def test_an_entry_that_comes_twice_is_held_by_nobody(tmp_path: Path) -> None:
     """Not until the garbage collector runs either: a body takes a byte a parameter, or more."""
     log = Log(tmp_path, swarm=kit.Swarm(), keys=KEYS)
@@ -581,6 +618,7 @@ def test_a_crash_before_the_snapshot_is_written_costs_a_replay(
     for claim, body in log.entries:
         crashed.accept(claim, body)
     assert crashed.due is not None and crashed.store.snapshot_positions() == [0, 2]
+    crashed.store.write_bodies()
     crashed.store.write_snapshot(crashed.due.state, crashed.due.chain)  # and no row for it
     crashed.store.close()
     again = log.open("it", is_ledger=is_ledger)
@@ -590,6 +628,49 @@ def test_a_crash_before_the_snapshot_is_written_costs_a_replay(
     assert set(again.snapshots) == (set() if is_ledger else {2, 4})
     assert not list((tmp_path / "it").glob("*.new"))
     for each in (again, log.whole):
+        each.store.close()
+
+
+def test_a_peer_that_dies_before_it_wrote_a_body_takes_the_entry_again(tmp_path: Path) -> None:
+    log = Log(tmp_path, swarm=kit.Swarm(), keys=KEYS)
+    log.grow(3)
+    peer = log.open("peer", is_ledger=False)
+    peer.adopt(log.whole.epoch_record)
+    for entry in log.entries:
+        peer.accept(*entry)
+    assert peer.has_unsaved and peer.position == 3
+    peer.store.close()  # as a death does, it leaves the last body unwritten
+    again = log.open("peer", is_ledger=False)
+    assert (again.position, again.store.head.position) == (2, 2)
+    assert again.state.root() == log.states[2].root()
+    again.accept(*log.entries[2])
+    again.save_due()
+    assert again.state.root() == log.states[3].root() and again.store.gaps() == []
+    for each in (again, log.whole):
+        each.store.close()
+
+
+def test_an_epoch_may_void_the_entry_whose_body_was_never_written(tmp_path: Path) -> None:
+    log = Log(tmp_path, swarm=kit.Swarm(), keys=KEYS)
+    log.grow(2)
+    peer = log.open("peer", is_ledger=False)
+    peer.adopt(log.whole.epoch_record)
+    for entry in log.entries:
+        peer.accept(*entry)
+    peer.save_due()
+    other = Log(tmp_path / "other", swarm=log.swarm, keys=KEYS)
+    other.grow(2)
+    log.grow(1)
+    peer.accept(*log.entries[2])
+    peer.store.close()
+    other.whole.open_epoch(log.swarm.electors(), KEYS.sign)
+    other.grow(1)
+    assert other.whole.chain != log.whole.chain
+    again = log.open("peer", is_ledger=False)
+    assert again.adopt(other.whole.epoch_record)
+    again.accept(*other.entries[2])
+    assert again.state.root() == other.whole.state.root()
+    for each in (again, log.whole, other.whole):
         each.store.close()
 
 

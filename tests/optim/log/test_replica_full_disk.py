@@ -8,7 +8,7 @@ from atoll.dht.testing.memory import run_virtual
 from support.swarm import Swarm
 
 
-@pytest.mark.parametrize("what", ["append", "write_snapshot"])
+@pytest.mark.parametrize("what", ["append", "write_bodies", "write_snapshot"])
 def test_the_peer_is_told_and_the_round_goes_on(tmp_path, monkeypatch, what):
     def full(*_, **__):
         raise sqlite3.OperationalError("database or disk is full")

@@ -49,6 +49,7 @@ from atoll.peer.training.models import expect_source, preset
 from atoll.peer.training.opening import expect_params, open_tokenizer
 from atoll.peer.training.permission import Allowed, with_own_files
 from atoll.peer.training.resources import (
+    GPU_PROCESS_BYTES,
     Resources,
     Weights,
     moment_bytes,
@@ -176,20 +177,30 @@ def needs_of(spec: RunSpec, layout: Layout) -> Resources:
     return resources(spec, method, weights, peers=spec.planned_members, bodies=bodies)
 
 
-def expect_room(needs: Resources, folder: Path, *, state_on_disk: bool = False) -> None:
+def expect_room(
+    needs: Resources, folder: Path, *, state_on_disk: bool = False, gpu_bytes: int | None = None
+) -> None:
     """Refuse a run that does not fit into this machine, before anything of it is fetched.
 
     Args:
         needs: of the run.
         folder: the peer's, which need not exist.
         state_on_disk: whether the outer state is kept in files there.
+        gpu_bytes: memory of the GPUs that train together; None if the processor trains, or a GPU
+            whose memory is the machine's own.
 
     Raises:
         NoRoom: it needs more memory than there is, or more disk than is free or its own by now.
     """
     mapped = needs.peer_state if state_on_disk else 0
-    # The memory of a Mac's GPU is the machine's own.
-    on_gpu = needs.inner_memory if torch.cuda.is_available() else 0
+    on_gpu = 0 if gpu_bytes is None else needs.inner_memory
+    if gpu_bytes is not None and on_gpu + GPU_PROCESS_BYTES > gpu_bytes:
+        raise NoRoom(
+            f"model, gradients and inner optimizer of the run take {size(on_gpu)} of GPU memory, "
+            f"activations not counted, and there are {size(gpu_bytes)}; train on more GPUs with "
+            "--gpus all, or on the processor with --device cpu, or ask the organiser for a smaller "
+            'model or inner.state = "8bit"'
+        )
     memory, there = needs.peer_memory - on_gpu - mapped, memory_total()
     if memory > there:
         fits = not mapped and memory - needs.peer_state <= there
@@ -325,6 +336,8 @@ class Consent:
     init: str | None = None
     state_on_disk: bool = False
     """the outer state is kept in files"""
+    gpu_bytes: int | None = None
+    """memory of the GPUs that train together; None if the processor trains"""
     yes: bool = False
     """the owner has said yes in advance"""
     ask: Ask | None = None
@@ -391,7 +404,9 @@ class Consent:
         else:
             self._expect_params(spec, membership)  # the owner is shown this
         needs = needs_of(spec, membership.layout)
-        expect_room(needs, self.paths.root, state_on_disk=self.state_on_disk)
+        expect_room(
+            needs, self.paths.root, state_on_disk=self.state_on_disk, gpu_bytes=self.gpu_bytes
+        )
 
     def _expect_params(self, spec: RunSpec, membership: Membership) -> None:
         vocab_size = open_tokenizer(spec, self._allowed).vocab_size

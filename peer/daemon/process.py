@@ -41,6 +41,7 @@ from atoll.peer.daemon.tally import Account
 from atoll.peer.errors import ModelError, SavedStateError, WrongRole
 from atoll.peer.inference.served import ServedStage
 from atoll.peer.paths import PeerPaths
+from atoll.peer.training.devices import gpu_memory
 from atoll.peer.training.opening import first_state, slices_of, stage_slices
 from atoll.peer.training.permission import Allowed, with_own_files
 from atoll.peer.training.ranks import OneRank, SeveralRanks
@@ -237,6 +238,7 @@ def _open(options: RunOptions, narrator: Narrator, stop: Stop, ask: Ask | None) 
             admit=Consent(
                 paths=PeerPaths(root=options.peer.state_dir),
                 state_on_disk=options.peer.state_on_disk,
+                gpu_bytes=gpu_memory(options.device, ranks=options.ranks.size),
                 run_id=options.peer.invite.run_id,
                 allowed=options.allowed,
                 data=options.data,

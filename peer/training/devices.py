@@ -72,9 +72,7 @@ class Device:
     @property
     def memory_bytes(self) -> int:
         """Memory that programs share on this device: a GPU's own, else the machine's."""
-        if self.device.type == "cuda":
-            return int(torch.cuda.get_device_properties(self.device).total_memory)
-        return memory_total()
+        return _memory_of(self.device)
 
     @property
     def encodes_on(self) -> torch.device:
@@ -121,6 +119,18 @@ def is_out_of_memory(error: RuntimeError) -> bool:
     return any(text in str(error) for text in _OUT_OF_MEMORY)
 
 
+def gpu_memory(name: str, *, ranks: int = 1) -> int | None:
+    """Return the memory of the GPUs on which so many ranks train; None if they use another device.
+
+    A device that does not exist has none either; choosing it says so.
+    """
+    try:
+        device = _device(_best_name() if name == "auto" else name)
+    except DeviceError:
+        return None
+    return ranks * _memory_of(device) if device.type == "cuda" else None
+
+
 def number_of_gpus(wanted: int, *, device: str) -> int:
     """Return how many GPUs of this machine train together.
 
@@ -141,6 +151,12 @@ def number_of_gpus(wanted: int, *, device: str) -> int:
             "CUDA_VISIBLE_DEVICES"
         )
     return wanted or count
+
+
+def _memory_of(device: torch.device) -> int:
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).total_memory)
+    return memory_total()
 
 
 def _best_name() -> str:

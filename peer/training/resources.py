@@ -29,6 +29,7 @@ FP32 = 4  # bytes of a value
 # Measured with the smallest model, libraries included, which other processes may share.
 PEER_PROCESS_BYTES = 590 * 10**6
 LEDGER_PROCESS_BYTES = 400 * 10**6
+GPU_PROCESS_BYTES = 500 * 10**6  # of a GPU: CUDA's context, and what its libraries work in
 
 
 @dataclass(frozen=True, kw_only=True)

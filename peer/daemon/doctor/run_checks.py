@@ -45,6 +45,7 @@ from atoll.peer.daemon.doctor.health import (
 from atoll.peer.daemon.membership import StateDirectory, StateDirectoryInUse
 from atoll.peer.daemon.reach.reachability import probe
 from atoll.peer.paths import PeerPaths
+from atoll.peer.training.devices import gpu_memory
 from atoll.peer.training.resources import Resources
 
 STEP_S = 20.0  # for one step, such as joining or a transfer
@@ -134,7 +135,7 @@ async def _ask(
 def room_finding(needs: Resources, folder: Path) -> Finding:
     """Judge whether the run fits into this machine."""
     try:
-        expect_room(needs, folder)
+        expect_room(needs, folder, gpu_bytes=gpu_memory("auto"))
     except NoRoom as error:
         fact, _, remedy = str(error).partition("; ")
         return problem("room", fact, remedy)

@@ -35,6 +35,7 @@ from atoll.peer.errors import DataError, ModelError
 from atoll.peer.lab import plan
 from atoll.peer.paths import PeerPaths
 from atoll.peer.training.permission import Allowed, with_own_files
+from atoll.peer.training.resources import GPU_PROCESS_BYTES
 from support.forks import Forked
 
 RUN_ID = bytes(range(32))
@@ -99,11 +100,11 @@ def test_a_run_that_cannot_fit_is_refused_before_the_owner_is_asked(tmp_path, mo
     monkeypatch.setattr(psutil, "virtual_memory", lambda: there)
     with pytest.raises(NoRoom, match="of memory, and this machine or container has"):
         owner.admit(run)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)  # that takes a part of it
     disk = SimpleNamespace(free=needs.peer_disk + needs.peer_disk_free - 100)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: disk)
     with pytest.raises(NoRoom, match="of disk, and"):
-        owner.admit(run)
+        Owner(tmp_path, gpu_bytes=80 * 10**9).admit(run)  # a GPU takes a part of it
+    owner = Owner(tmp_path, gpu_bytes=80 * 10**9)
     assert owner.asked == 0
     (tmp_path / "log").mkdir()
     (tmp_path / "log" / "log.sqlite").write_bytes(bytes(100))  # what is there is its own
@@ -111,9 +112,18 @@ def test_a_run_that_cannot_fit_is_refused_before_the_owner_is_asked(tmp_path, mo
     assert owner.asked == 1
 
 
+def test_a_run_that_its_gpu_cannot_hold_is_refused(tmp_path):
+    run = membership_of(model={"preset": "mini"})
+    least = needs_of(run.spec, run.layout).inner_memory + GPU_PROCESS_BYTES
+    owner = Owner(tmp_path, gpu_bytes=least - 1)
+    with pytest.raises(NoRoom, match=r"of GPU memory, .*train on more GPUs with --gpus all"):
+        owner.admit(run)
+    assert owner.asked == 0
+    Owner(tmp_path, gpu_bytes=least).admit(run)
+
+
 def test_a_state_on_the_disk_fits_where_one_in_memory_does_not(tmp_path, monkeypatch):
     monkeypatch.setattr(mapped, "IN_MEMORY", ())  # the tests' folder may lie there
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     run = membership_of(model={"preset": "mini"})
     needs = needs_of(run.spec, run.layout)
     there = SimpleNamespace(total=needs.peer_memory - needs.peer_state)

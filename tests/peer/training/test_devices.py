@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from atoll.peer.errors import DeviceError
-from atoll.peer.training.devices import PRECISIONS, Device, is_out_of_memory
+from atoll.peer.training.devices import PRECISIONS, Device, gpu_memory, is_out_of_memory
 from atoll.peer.training.machine import memory_total
 
 
@@ -38,6 +38,13 @@ def test_a_gpus_memory_is_its_own(one_gpu, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
     assert Device.choose().memory_bytes == 8 << 30
     assert Device(device=torch.device("cpu"), precision="float32").memory_bytes == memory_total()
+
+
+def test_ranks_have_the_memory_of_as_many_gpus(one_gpu, monkeypatch):
+    gpu = SimpleNamespace(total_memory=8 << 30)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
+    assert [gpu_memory("auto"), gpu_memory("cuda:0", ranks=4)] == [8 << 30, 32 << 30]
+    assert [gpu_memory("cpu"), gpu_memory("cuda:7"), gpu_memory("tpu")] == [None] * 3
 
 
 def test_auto_prefers_mps_to_the_cpu(no_accelerator, monkeypatch):

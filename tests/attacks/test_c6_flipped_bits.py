@@ -235,6 +235,7 @@ def test_a_peer_mends_its_log_at_a_start_and_goes_on(
     peer.adopt(log.whole.epoch_record)
     for claim, body in log.entries:
         peer.accept(claim, body)
+    peer.store.write_bodies()
     peer.store.close()
     flip(log.folder / "peer", table, column, where)
     told: list[str] = []

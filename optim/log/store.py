@@ -576,12 +576,12 @@ class LogStore:
         """Return the body of an entry. Raises NotStored."""
         return b"".join(self.body_chunks(position))
 
-    def body_part(self, position: int, start: int, stop: int) -> bytes:
-        """Return the bytes [start, stop) of a body. Raises NotStored."""
-        before = start // CHUNK_BYTES
-        chunks = self.body_chunks(position, before, -(-stop // CHUNK_BYTES))
-        at = start - before * CHUNK_BYTES
-        return b"".join(chunks)[at : at + stop - start]
+    def part_chunks(self, position: int, start: int, stop: int) -> Iterator[bytes]:
+        """Yield the bytes [start, stop) of a body in pieces of at most 1 MiB. Raises NotStored."""
+        first = start // CHUNK_BYTES
+        chunks = self.body_chunks(position, first, -(-stop // CHUNK_BYTES))
+        for at, chunk in zip(itertools.count(first * CHUNK_BYTES, CHUNK_BYTES), chunks):
+            yield chunk[max(0, start - at) : stop - at]
 
     def body_chunks(
         self, position: int, first: int = 0, stop: int | None = None

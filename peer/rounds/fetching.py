@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
@@ -313,12 +313,10 @@ class Archive:
         if body is None and stored is None:
             raise refuse_missing(what)
         async with self._outflow(remote, stream) as out:
-            if body is None and stored is not None:
-                try:
-                    body = await self._ctx.compute(self._ctx.replica.store.body_part, *stored)
-                except NotStored:
-                    raise refuse_missing(what) from None
-            await out.send_pieces(body or b"")
+            if body is not None:
+                await out.send_pieces(body)
+            elif stored is not None:
+                await self._send_stored(out, self._ctx.replica.store.part_chunks(*stored), what)
 
     async def _serve_headers(self, remote: str, stream: Stream) -> None:
         span = await self._request(stream, Span)
@@ -338,13 +336,16 @@ class Archive:
     async def _serve_body(self, remote: str, stream: Stream) -> None:
         span = await self._request(stream, Span)
         async with self._outflow(remote, stream) as out:
-            # A megabyte at a time: a stream that waits for another slot holds no more than that.
             chunks = self._ctx.replica.store.body_chunks(span.start)
-            try:
-                while (chunk := await self._ctx.compute(next, chunks, None)) is not None:
-                    await out.send_pieces(chunk)
-            except NotStored:
-                raise refuse_missing(f"the body of entry {span.start}") from None
+            await self._send_stored(out, chunks, f"the body of entry {span.start}")
+
+    async def _send_stored(self, out: _Outflow, chunks: Iterator[bytes], what: str) -> None:
+        """Send what is on the disk, of which a stream that waits for a slot holds a megabyte."""
+        try:
+            while (chunk := await self._ctx.compute(next, chunks, None)) is not None:
+                await out.send_pieces(chunk)
+        except NotStored:
+            raise refuse_missing(what) from None
 
     async def _serve_digests(self, remote: str, stream: Stream) -> None:
         request = await self._request(stream, LeafRequest)

@@ -18,7 +18,8 @@ Streams (duplex; an empty message is a sign of life)::
     part     PartRequest ->  <- pieces of a part that the entry names by digest
     headers  Span ->         <- Decided*                                 entries with certificates
     body     Span ->         <- pieces of the bodies, one entry after another
-    leaves   LeafRequest ->  <- SnapshotMeta, then leaves of a snapshot
+    digests  LeafRequest ->  <- pieces of the digests of a snapshot's leaves
+    leaves   LeafRequest ->  <- leaves of a snapshot
 
 A message of the streams ``round`` and ``reduce`` is one byte naming the kind, then the record; for
 cells the kind ``CELL`` and whole frames, each with its length before it

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import hashlib
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ from atoll.coordinator.run.invite import Invite
 from atoll.coordinator.run.spec import RunSpec
 from atoll.coordinator.run.status import Event, RoundReport
 from atoll.coordinator.service.server import WrongDirectory
-from atoll.coordinator.service.service import MAX_RECEIVED_BYTES, Service
+from atoll.coordinator.service.service import MAX_RECEIVED_BYTES, Service, _receive
 from atoll.dht import Identity
 from atoll.optim.log.entry import Certificate, Entry, SignedEpoch
 from atoll.optim.state.outer_state import Assembly
@@ -147,6 +148,37 @@ def test_the_first_epoch_opens_when_enough_peers_are_ready(kit: Any, tmp_path: P
             assert epoch.base_chain == beat.head.chain
 
     kit.run(main())
+
+
+def test_the_body_of_a_large_model_is_told_and_taken_in_pieces(kit: Any, tmp_path: Path) -> None:
+    size = 7_100_000_001  # of 7B parameters in int8; none of it takes memory
+
+    async def main() -> None:
+        async with kit.net(tmp_path / "run") as net:
+            _, two, _ = await net.started()
+            entry, _ = net.swarm.entry(net.run_id, net.up.coordinator.log.head())
+            net.up.coordinator.log.replica.store.append_header(
+                epoch=0,
+                position=0,
+                entry=entry.encode(),
+                certificate=b"votes",
+                body_bytes=size,
+                chain=entry.chain,
+            )
+            (header,) = [f async for f in two.fetch_entries(0, 1, bodies=False)]
+            assert header.body_bytes == size
+            with pytest.raises(BadReply, match=f"a body of at most 1000 bytes, got {size}"):
+                [_ async for _ in two.fetch_entries(0, 1, max_body_bytes=1000)]
+
+    async def pieces() -> AsyncIterator[pb.PublishRequest]:
+        for _ in range(3):
+            yield pb.PublishRequest(chunk=b"x" * (1 << 20))
+
+    kit.run(main())
+    with pytest.raises(Refusal, match=f"expected {size} bytes, got {3 << 20}"):
+        kit.run(_receive(pieces(), size))
+    header = pb.PublishHeader(body_bytes=size)
+    assert pb.PublishHeader.FromString(header.SerializeToString()).body_bytes == size
 
 
 def test_entries_are_followed_and_served(kit: Any, tmp_path: Path) -> None:

@@ -1,9 +1,11 @@
 """A model of 7B parameters passes through every message: nothing here allocates one vector of it.
 
-Its snapshot is a file of 56 GB that has no blocks on the disk, so every leaf is of zeros.
+Its snapshot is a file of 56 GB that has no blocks on the disk, so every leaf is of zeros. The body
+of an entry is memory that nobody has written, and so of zeros too.
 """
 
 import hashlib
+import mmap
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +18,8 @@ from atoll.dht.transport import MAX_MESSAGE_BYTES
 from atoll.optim import methods
 from atoll.optim.log.entry import (
     Entry,
+    MalformedRecord,
+    Member,
     Part,
     Partial,
     StateRoot,
@@ -23,12 +27,26 @@ from atoll.optim.log.entry import (
     verify_linked,
 )
 from atoll.optim.log.replica import Replay
-from atoll.optim.log.store import SnapshotFile, SnapshotInfo, StoreHead
+from atoll.optim.log.store import CHUNK_BYTES, SnapshotFile, SnapshotInfo, StoreHead
 from atoll.optim.state.layout import CELL, Layout
 from atoll.optim.state.outer_state import LEAF_BYTES, merkle_root, snapshot_bytes
 from atoll.peer.recovery.sources import PeerSource
+from atoll.peer.rounds import policies
 from atoll.peer.rounds.allreduce.reduction import FrameBuffer, PartRange
-from atoll.peer.rounds.messages import Decided
+from atoll.peer.rounds.context import Stored
+from atoll.peer.rounds.fetching import fetch_body, fetch_headers, fetch_part
+from atoll.peer.rounds.messages import (
+    MAX_GROUP_BYTES,
+    PIECE_BYTES,
+    Closed,
+    Decided,
+    Group,
+    PartDone,
+    Plan,
+    deflated,
+    inflated,
+    planned_parts,
+)
 from support import kit
 from support.swarm import Swarm
 
@@ -36,6 +54,7 @@ NUMEL = 7_000_000_000
 LAYOUT = Layout(names=("w",), shapes=((NUMEL,),))
 NUM_CELLS = -(-NUMEL // CELL)
 NUM_LEAVES = -(-snapshot_bytes(LAYOUT) // LEAF_BYTES)
+BODY_BYTES = 7_100_000_001  # of int8: a byte a parameter, and a scale for each 256
 POSITION = 4
 
 
@@ -132,3 +151,80 @@ def test_the_frames_of_a_part_come_in_any_number_of_messages(replay: Replay) -> 
     buffer, message = FrameBuffer(limits), memoryview(b"\x01\x00\x00\x00x" * 16)
     taken = sum(len(buffer.feed(message)) for _ in range(NUM_CELLS // 16))
     assert taken == NUM_CELLS // 16 * 16
+
+
+@pytest.fixture
+def body() -> Iterator[memoryview]:
+    """The body of an entry, in pages that take no memory until they are written."""
+    with mmap.mmap(-1, BODY_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as pages:
+        with memoryview(pages) as view:
+            yield view
+
+
+def test_a_group_of_many_and_all_that_follows_from_it_fit(replay: Replay) -> None:
+    cells = replay.cells_at(0)
+    sizes = [cells.max_reduced_bytes(index, 2) for index in range(NUM_CELLS)]
+    assert sum(sizes) > BODY_BYTES > 1 << 32
+    for members in (2, 64, 1024):
+        parts = policies.split_cells(sizes, [100.0] * members)
+        assert parts[-1].stop_cell == NUM_CELLS and len(parts) >= members
+        admitted = [
+            Member(
+                peer_id=f"12D3KooW{index:044d}",
+                incarnation="1",
+                weight=1.0,
+                clip=1.0,
+                norm=1e6,
+                tokens=1 << 40,
+                steps=1000,
+                loss=2.0,
+            )
+            for index in range(members)
+        ]
+        group = Group(
+            epoch=0,
+            position=POSITION,
+            term=0,
+            members=tuple(admitted),
+            parts=tuple(parts),
+            stall_s=10.0,
+            deadline_s=policies.round_deadline_s(sum(sizes), 20.0, stall_s=10.0),
+        )
+        closed = Closed(group=deflated(group.encode()), signature=b"s" * 64, tell=())
+        again = Group.decode(inflated(Closed.decode(closed.encode()).group, MAX_GROUP_BYTES))
+        assert again == group
+        plan = Plan(epoch=0, position=POSITION, parts=planned_parts(parts, admitted))
+        assert Plan.decode(plan.encode()).digest == plan.digest
+    done = PartDone(part=0, generation=0, wire_bytes=sum(sizes), digest=bytes(32), partial=())
+    assert PartDone.decode(done.encode()) == done
+
+
+def test_a_part_and_a_body_behind_4_gib_are_served_from_the_log(
+    tmp_path: Path, body: memoryview
+) -> None:
+    last = BODY_BYTES - (5 << 20)
+    digest = hashlib.sha256(bytes(BODY_BYTES - last)).digest()
+
+    async def main() -> None:
+        swarm = Swarm(tmp_path / "peers")
+        try:
+            donor, *_ = await swarm.start(3)
+            store, position = donor.replica.store, donor.replica.store.head.position
+            await swarm.until(lambda: donor.replica.position > position)
+            store._unwritten[position] = body
+            store._db.execute(
+                "UPDATE entries SET body_bytes = ? WHERE position = ?", (BODY_BYTES, position)
+            )
+            donor.ctx.parts._stored[digest] = Stored(position, last, BODY_BYTES)
+            other, me = swarm.add().ctx, donor.identity.peer_id
+            part = await fetch_part(other, [me], digest, BODY_BYTES - last)
+            assert len(part) == BODY_BYTES - last > 4 * CHUNK_BYTES
+            header = (await fetch_headers(other, me, position, position + 1))[0]
+            assert Entry.decode(header.entry).position == position
+            with pytest.raises(MalformedRecord, match=f"expected 1000 bytes, got {PIECE_BYTES}"):
+                await fetch_body(other, me, position, 1000)
+            del store._unwritten[position]
+        finally:
+            await swarm.stop()
+
+    run_virtual(main())

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections import deque
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
 
-RECENT_WINDOWS = 16  # a wait of an hour is out of view after so many rounds
 LOSS_DECAY = 0.95  # averages about the last 20 steps
 WARM_STEPS = 2  # not measured: they fill caches, load kernels and compile
 # A step or window longer than this many times the usual one is cut to it: the process or its
@@ -61,8 +59,7 @@ class TrainerStatistics:
     ready_in_s: float = 0.0
     """Estimated seconds until the open window ends."""
     spent: TimeSpent = field(default_factory=lambda: TimeSpent())
-    """Seconds of the last `RECENT_WINDOWS` windows, without the first one of this process, which
-    waits for the run to begin."""
+    """Seconds of this process since its first window, which waits for the run to begin."""
     windows: int = 0
     """Completed windows."""
     skipped_steps: int = 0
@@ -83,7 +80,7 @@ class TrainerStatistics:
 
     @property
     def utilisation(self) -> float:
-        """Fraction of the time spent training in the last windows; 1.0 before the second one."""
+        """Fraction of the time spent training since the first window; 1.0 before the second."""
         return self.spent.utilisation
 
 
@@ -93,7 +90,9 @@ class TimeSpent:
 
     total_s: float = 0.0
     train_s: float = 0.0
-    """Gradients and inner optimizer. Pauses that the owner asks for (`--share`) count too."""
+    """Gradients and inner optimizer."""
+    pause_s: float = 0.0
+    """Pauses that the owner asks for (`--share`)."""
     outer_s: float = 0.0
     """Copies of parameters and arithmetic at the ends of windows."""
     wait_s: float = 0.0
@@ -110,7 +109,7 @@ class TimeSpent:
         """Return the fraction of each, and of all that is not told apart as `other`."""
         if not self.total_s:
             return {}
-        names = ("train", "outer", "wait", "validate", "save")
+        names = ("train", "pause", "outer", "wait", "validate", "save")
         shares = {name: getattr(self, f"{name}_s") / self.total_s for name in names}
         return shares | {"other": max(0.0, 1.0 - sum(shares.values()))}
 
@@ -125,25 +124,23 @@ class TimeSpent:
 
 
 @dataclass(kw_only=True)
-class RecentTimes:
-    """The time that was spent up to the ends of the last windows."""
+class TimeInRun:
+    """The time that was spent since the first window, which waits for the run to begin."""
 
-    _ends: deque[tuple[int, TimeSpent]] = field(
-        default_factory=lambda: deque(maxlen=RECENT_WINDOWS)
-    )
+    _before: TimeSpent | None = None
 
     def mark(self, windows: int, spent: TimeSpent) -> None:
-        """Note the sums after a step, once it has waited; the first window waits for the run."""
-        if windows and (not self._ends or windows > self._ends[-1][0]):
-            self._ends.append((windows, spent))
+        """Note the sums after a step, once it has waited."""
+        if windows and self._before is None:
+            self._before = spent
 
     def since(self, spent: TimeSpent) -> TimeSpent:
-        """Return what was spent since the oldest end that is kept; nothing before work began then.
+        """Return what was spent since then; nothing before work has begun again.
 
         The first round is decided when the second window has not begun: its share of time is none.
         """
-        recent = spent.minus(self._ends[0][1]) if self._ends else TimeSpent()
-        return recent if recent.train_s else TimeSpent()
+        in_run = spent.minus(self._before) if self._before is not None else TimeSpent()
+        return in_run if in_run.train_s else TimeSpent()
 
 
 @dataclass(kw_only=True)

@@ -66,8 +66,8 @@ from atoll.peer.training.stages import StageModel
 from atoll.peer.training.statistics import (
     LONGER,
     WARM_STEPS,
-    RecentTimes,
     StepPace,
+    TimeInRun,
     TimeSpent,
     TrainerCounters,
     TrainerPhase,
@@ -195,11 +195,11 @@ class Trainer:
         """steps of this process, whose first ones are slow, also after a restart"""
         self._is_in_step = False
         """whether this window was compared with the others'"""
-        self._times = RecentTimes()
+        self._times = TimeInRun()
         self._began_s: float | None = None
         self._before = WorkerStatistics()
         """of the worker when this process began: it resumes with those of earlier ones"""
-        self._train_s = self._validate_s = self._save_s = 0.0
+        self._train_s = self._pause_s = self._validate_s = self._save_s = 0.0
         self._validate_from_s = -math.inf
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="save")
         self._saving: Future[None] | None = None
@@ -362,7 +362,7 @@ class Trainer:
             gradient = self.learner.gradient(step=self.schedule_step)
         else:
             gradient = self.learner.gradient(batches, step=self.schedule_step, seed=seed)
-        self._rest(self.options.clock() - began_s)
+        paused_s = self._rest(self.options.clock() - began_s)
         self._progress.steps += 1
         self._steps_here += 1
         self._progress.since_commit += 1
@@ -371,8 +371,9 @@ class Trainer:
             self._take(gradient.loss, gradient.tokens)
         else:
             self._skip(gradient.loss, gradient.norm)
-        took_s = self.options.clock() - began_s - (self._apart_s() - apart_s)
+        took_s = self.options.clock() - began_s - paused_s - (self._apart_s() - apart_s)
         self._train_s += max(0.0, took_s)
+        self._pause_s += paused_s
         self._measure(step_s)
         self._validate_when_due()
 
@@ -415,6 +416,7 @@ class Trainer:
         return TimeSpent(
             total_s=now_s - self._began_s if self._began_s is not None else 0.0,
             train_s=self._train_s,
+            pause_s=self._pause_s,
             outer_s=stats.outer_s - self._before.outer_s,
             wait_s=stats.wait_s - self._before.wait_s + self._starved_s(),
             validate_s=self._validate_s,
@@ -577,16 +579,18 @@ class Trainer:
                 self._ranks.size,
             )
 
-    def _rest(self, step_s: float) -> None:
-        """Sleep so that training takes only this peer's share of the time.
+    def _rest(self, step_s: float) -> float:
+        """Sleep so that training takes only this peer's share of the time; return for how long.
 
         The rest follows the median of recent steps, because a single step of minutes means that
         the process or its machine was suspended.
         """
         self._steps_s.append(step_s)
-        if self.options.share < 1.0:
-            usual_s = statistics.median(self._steps_s)
-            self._stopping.wait(usual_s * (1.0 / self.options.share - 1.0))
+        if self.options.share == 1.0:
+            return 0.0
+        began_s, usual_s = self.options.clock(), statistics.median(self._steps_s)
+        self._stopping.wait(usual_s * (1.0 / self.options.share - 1.0))
+        return self.options.clock() - began_s
 
     def _size_window(self) -> None:
         """Set the number of steps of this window by the run's rule."""

@@ -242,3 +242,24 @@ def test_a_pace_is_measured_over_windows_without_waits():
 def test_methods_of_one_step_have_no_windows_to_size():
     with pytest.raises(SpecError, match=r"outer\.windows: must be 'equal' with 'ddp'"):
         RunSpec.from_dict({"outer": {"method": "ddp", "inner_steps": 1, "windows": "deadline"}})
+
+
+def test_a_pause_that_the_owner_asks_for_is_no_training(corpus):
+    clock = Clock()
+    spec = Crew(corpus, [1.0]).spec
+    options = TrainerOptions(device="cpu", share=0.25, clock=clock)
+    trainer = Trainer(spec, InProcessGroup(1, spec.method()).member(0), options, corpus=corpus)
+    gradient = trainer.learner.gradient
+
+    def passes(seconds):
+        clock.now_s += seconds
+
+    def timed(batches, *, step, seed):
+        passes(1.0)
+        return gradient(batches, step=step, seed=seed)
+
+    trainer.learner.gradient, trainer._stopping.wait = timed, passes
+    for _ in range(4):
+        trainer.step()
+    spent = trainer.time_spent()
+    assert (spent.train_s, spent.pause_s) == pytest.approx((4.0, 12.0), rel=0.01)

@@ -14,9 +14,9 @@ mapped files, which the system takes back if it needs them; "anon" is without th
 alone, each the largest of samples every 0.1 s, so they need not add up to the peak. With
 `--outer-state disk` the plan is compared with "anon" and the libraries' pages. `p2pd` is a process
 of its own. Seconds of phases are those that the peers report, means over the rounds after the first
-three;
-processor seconds are of a process over its whole life, divided by the rounds. Memory and disk are
-compared with what `atoll plan` says before the run, whose disk is that of a run of many rounds. The
+three, as are the bytes that a peer sends, which the kernel counts. Processor seconds are of a
+process over its whole life, divided by the rounds. Memory, disk and bytes are compared with what
+`atoll plan` says before the run, whose disk is that of a run of many rounds. The
 pieces are timed in one thread, each beside a copy of the bytes that it reads.
 """
 
@@ -38,6 +38,7 @@ from typing import IO, Any
 import psutil
 import torch
 from circumstances import circumstances
+from torch import nn
 
 from atoll.coordinator.rpc.client_errors import CoordinatorError
 from atoll.coordinator.run.invite import Invite
@@ -48,7 +49,7 @@ from atoll.optim.state.layout import Layout
 from atoll.optim.state.outer_state import OuterState
 from atoll.peer.cli.watching import look
 from atoll.peer.lab.advice import as_run
-from atoll.peer.lab.plan import bare_model, needed
+from atoll.peer.lab.plan import Setting, bare_model, needed, predict
 from atoll.peer.training.resources import Resources
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -118,6 +119,9 @@ class Measured:
     processes: dict[str, Process] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
     """a round, by phase"""
+    sent_bytes: float = 0.0
+    """by a peer in a round"""
+    planned_sent_bytes: int = 0
     disk_bytes: dict[str, int] = field(default_factory=dict)
     """of the state directories at the end"""
     planned: Resources
@@ -235,18 +239,30 @@ def measure(size: str, options: argparse.Namespace, log: IO[bytes]) -> Measured:
             )  # fmt: skip
         status = watch(run, names, invite, options.timeout)
         disk_bytes = {name: folder_bytes(folder / name) for name in run.seen}
-    warm = [row.seconds for row in status.history if row.position > WARM_ROUNDS]
-    phases = {name for seconds in warm for name in seconds}
+    warm = [row for row in status.history if row.position > WARM_ROUNDS]
+    phases = {name for row in warm for name in row.seconds}
+    model = bare_model(spec)
     return Measured(
         size=size,
         params=status.params,
         rounds=options.rounds,
         processes=run.seen,
-        seconds={p: statistics.mean(s.get(p, 0.0) for s in warm) for p in sorted(phases)},
+        seconds={
+            p: statistics.mean(row.seconds.get(p, 0.0) for row in warm) for p in sorted(phases)
+        },
+        sent_bytes=statistics.mean(row.wire_bytes for row in warm) / options.peers,
+        planned_sent_bytes=planned_bytes(spec, model, options.peers),
         disk_bytes=disk_bytes,
-        planned=needed(spec, bare_model(spec), options.peers),
+        planned=needed(spec, model, options.peers),
         state_on_disk=options.outer_state == "disk",
     )
+
+
+def planned_bytes(spec: RunSpec, model: nn.Module, peers: int) -> int:
+    """Return what `atoll plan` says that a peer sends in a round, without control messages."""
+    setting = Setting(peers=peers, mbit_s=1000.0, step_s=1e-3)  # control messages count by time
+    steps = spec.outer.inner_steps
+    return predict(spec.method(), model, setting, inner_steps=steps).wire_bytes
 
 
 def start_coordinator(run: Processes, folder: Path, options: argparse.Namespace) -> str:
@@ -315,6 +331,15 @@ def rows_of(measured: Measured, tiny: Measured) -> list[Facts]:
                 "planned_memory": memory_bytes / measured.held_bytes(name, base),
                 "planned_disk": disk_bytes / measured.disk_bytes[name],
                 "cpu_ns_per_param": 1e9 * process.cpu_s / measured.rounds / measured.params,
+            }
+        )
+    if measured.sent_bytes:
+        rows.append(
+            common
+            | {
+                "sent_mb": measured.sent_bytes / 1e6,
+                "sent_bytes_per_param": measured.sent_bytes / measured.params,
+                "planned_sent": measured.planned_sent_bytes / measured.sent_bytes,
             }
         )
     for phase, seconds in measured.seconds.items():
@@ -395,6 +420,12 @@ def table(rows: list[Facts]) -> str:
             f"{row['p2pd_per_param']:7.1f}{row['disk_per_param']:7.1f}"
             f"{row['planned_memory']:10.2f}{row['planned_disk']:10.2f}"
             f"{row['cpu_ns_per_param']:24.1f}"
+        )
+    lines += ["", f"{'size':6}{'sent, MB a peer and round':>26}{'B/param':>9}{'plan/sent':>11}"]
+    for row in (r for r in rows if "sent_mb" in r):
+        lines.append(
+            f"{row['size']:6}{row['sent_mb']:26.1f}{row['sent_bytes_per_param']:9.3f}"
+            f"{row['planned_sent']:11.2f}"
         )
     lines += ["", f"{'size':6}{'phase':13}{'s/round':>9}{'ns/param':>10}"]
     for row in (r for r in rows if "phase" in r):

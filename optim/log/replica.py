@@ -1532,7 +1532,9 @@ class LiveReplica(ReplicaView):
                 await self._reporting(core.store.write_bodies)
                 if core.due is not None:
                     written: Written = await self._reporting(core.write_snapshot, core.due)
-                    await self._hold(partial(core.keep_snapshot, written), _ignore, is_move=False)
+                    await self._hold(
+                        partial(core.keep_snapshot, written), lambda _: None, is_move=False
+                    )
         core.due = None
         self._saving = None  # after another error it stays: the next one who waits gets that
 

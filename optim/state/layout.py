@@ -524,7 +524,8 @@ class Fragment:
         """Yield runs of the fragment's values, each with its places in vectors of N; views.
 
         Runs of spans are short enough to stay in the caches of torch's threads, of which each takes
-        half a `RUN` or more: over 30M values a pass that leaves them costs 4 to 8 ms. Runs of tiled tensors are all whole tiles of one tensor, or a margin of it.
+        half a `RUN` or more: over 30M values a pass that leaves them costs 4 to 8 ms. Runs of tiled
+        tensors are all whole tiles of one tensor, or a margin of it.
         """
         if self.tensors:
             pairs = [self._tiles(values_F, vector_N) for vector_N in vectors_N]

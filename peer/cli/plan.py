@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 WIDTH = 80  # columns
 NAME_WIDTH = 25  # so that a row fits into 80 columns; longer names get a line of their own
 LEGEND = """
-MB: sent per window. lost: time per window without computing. MB RAM: peak,
+MB: sent per window. lost: time per window without computing. GB RAM: peak,
 without activations and libraries (these take about 500 MB). to ddp: loss above
 data parallel at equal steps; same time: loss above data parallel that never
 waits, at equal time, by which the advice chooses.
@@ -30,7 +30,7 @@ waits, at equal time, by which the advice chooses.
 STAGED_LEGEND = """
 out, in: bytes that a peer sends and receives for each token that goes through
 it, its rounds included. tokens/s by: what all peers of the stage can compute,
-and what their links can carry. MB RAM: peak, without activations.
+and what their links can carry. GB RAM: peak, without activations.
 """
 
 
@@ -182,7 +182,7 @@ def stage_table(cost: "PipelineCost") -> list[str]:
     """Return a heading and one line per stage."""
     head = f"{'':10}{'':9}{'':6}{'':8}{'':8}{'bytes a token':>14}{'tokens/s by':>16}"
     units = (
-        f"{'':10}{'slices':>9}{'peers':>6}{'params':>8}{'MB RAM':>8}{'out':>7}{'in':>7}"
+        f"{'':10}{'slices':>9}{'peers':>6}{'params':>8}{'GB RAM':>8}{'out':>7}{'in':>7}"
         f"{'compute':>9}{'link':>7}"
     )
     return [head, units, *(_stage_line(stage, stage == cost.binds) for stage in cost.stages)]
@@ -193,7 +193,7 @@ def _stage_line(stage: "StageCost", binds: bool) -> str:
 
     line = (
         f"{stage.name:10}{f'{stage.first_slice} to {stage.last_slice}':>9}{stage.peers:6}"
-        f"{count(stage.params):>8}{stage.memory_bytes / 1e6:8.0f}"
+        f"{count(stage.params):>8}{_figure(stage.memory_bytes / 1e9, 8)}"
         f"{stage.up_bytes_per_token:7.0f}{stage.down_bytes_per_token:7.0f}"
         f"{count(stage.compute_tokens_per_s):>9}{count(stage.link_tokens_per_s):>7}"
     )
@@ -296,7 +296,7 @@ def table(options: "list[RunOption]") -> list[str]:
     """Return a heading and one line per option; the first option is the run's own."""
     head = f"{'':{NAME_WIDTH}}{'':4}{'':7}{'lost':>6}{'com-':>6}{'':7}{'loss':>7}{'same':>7}"
     units = (
-        f"{'':{NAME_WIDTH}}{'H':>4}{'MB':>7}{'s':>6}{'puting':>7}{'MB RAM':>7}{'to ddp':>7}"
+        f"{'':{NAME_WIDTH}}{'H':>4}{'MB':>7}{'s':>6}{'puting':>7}{'GB RAM':>7}{'to ddp':>7}"
         f"{'time':>6}"
     )
     own, *others = options
@@ -320,11 +320,18 @@ def _line(option: "RunOption") -> str:
     if len(name) >= NAME_WIDTH:
         name += "\n" + NAME_WIDTH * " "
     note = "" if option.runs else " simulated"
+    sent, lost = _figure(cost.sent_bytes / 1e6, 7), _figure(cost.lost_s, 6)
+    used, held = 100 * cost.utilisation, _figure(cost.memory_bytes / 1e9, 7)
     return (
-        f"{name:{NAME_WIDTH}}{cost.inner_steps:4}{cost.sent_bytes / 1e6:7.2f}"
-        f"{cost.lost_s:6.2f}{100 * cost.utilisation:6.0f}%{cost.memory_bytes / 1e6:7.0f}"
+        f"{name:{NAME_WIDTH}}{cost.inner_steps:4}{sent}{lost}{used:6.0f}%{held}"
         f"{gap:>7}{at_equal_time:>7}{note}"
     )
+
+
+def _figure(value: float, width: int) -> str:
+    """Format a number, with as many of two decimals as leave a space before it."""
+    decimals = next((d for d in (2, 1) if len(f"{value:.{d}f}") < width), 0)
+    return f"{value:{width}.{decimals}f}"
 
 
 def _told(

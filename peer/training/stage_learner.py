@@ -130,11 +130,15 @@ class StageLearner:
         """whether the flow waits to hear that the last step is taken"""
         self._is_put_off = False
         """whether a step came due while the trainer waited for a round"""
+        self._failures = 0
+        """microbatches in a row that failed here"""
         self.beside_s = 0.0
         """Seconds of computing while the trainer waited for a round."""
 
     def gradient(self, *, step: int) -> Gradient:
         """Compute for the flow until a step is due; leave its clipped mean gradient in the model.
+
+        If as many microbatches as a step has fail in a row, that is a step whose loss is NaN.
 
         Args:
             step: step of the run that the learning rate follows.
@@ -158,6 +162,9 @@ class StageLearner:
                 self._end_step()  # all that it held was dropped
             elif job is not None:
                 self._do(job)
+                if self._failures >= self._inner.grad_accumulation:
+                    self._failures = 0
+                    return Gradient(loss=math.nan, norm=math.nan, tokens=0)
         raise StoppedInStep
 
     def evaluate(self, microbatches: int) -> float:
@@ -283,6 +290,7 @@ class StageLearner:
         except (RuntimeError, ValueError) as error:
             # Also out of memory: the flow gives the microbatch up, and this peer goes on.
             _log.warning("a microbatch is given up: its %s failed: %s", job.kind, error)
+            self._failures += job.key.trains
             self._bench.report("job_failed", job.key)
 
     def _run(self, job: RunJob) -> None:
@@ -344,6 +352,7 @@ class StageLearner:
         self._bench.report("gradient_ready", job.key, Payload.of(b"", frame), loss=loss)
 
     def _add(self, job: RunJob, found: WeightGradients, loss: float | None) -> None:
+        self._failures = 0
         value = math.nan if loss is None else loss
         if job.holds:
             self._held[job.key] = found, value

@@ -1,7 +1,10 @@
-"""A trainer of a stage computes while it waits for a round."""
+"""A trainer of a stage: what it computes while it waits for a round, and when it gives up."""
 
+import math
 import threading
+from dataclasses import replace
 
+import pytest
 import torch
 
 from atoll.compression.activations import parse_activations
@@ -10,7 +13,15 @@ from atoll.optim.reducer import Commit
 from atoll.peer.pipeline.actions import RunJob, TakeStep
 from atoll.peer.pipeline.carrier import Workbench
 from atoll.peer.pipeline.messages import Microbatch, PassKey, encode_tokens
-from atoll.peer.training.trainer import StageSeat, Trainer, TrainerOptions
+from atoll.peer.training.stage_compute import StageCompute
+from atoll.peer.training.trainer import (
+    MAX_DROPPED,
+    MAX_SKIPS,
+    StageSeat,
+    Trainer,
+    TrainerOptions,
+    TrainingFailed,
+)
 from support.scripted import ScriptedReducer
 
 DIM, SEQ_LEN, BATCH = 16, 12, 2
@@ -135,3 +146,33 @@ def test_without_staleness_a_stage_stands_still_until_its_round_is_decided():
     for _ in range(WINDOW):
         trainer.step()
     assert done == [0]
+
+
+def test_a_stage_whose_parameters_are_corrupt_returns_to_the_synced_ones():
+    bench = Feeding()
+    trainer = trainer_of(spec_of(2 * MAX_SKIPS), Rounds(), bench)
+    with torch.no_grad():
+        for param in trainer.learner.model.parameters():
+            param.fill_(math.nan)
+    for _ in range(MAX_SKIPS):
+        assert bench.done == 0
+        trainer.step()
+    trainer.step()
+    assert bench.done == 2 and math.isfinite(trainer.statistics().loss)
+    assert trainer.statistics().skipped_steps == MAX_SKIPS
+
+
+def test_a_stage_that_computes_nothing_finite_ends(monkeypatch):
+    """Microbatch by microbatch would fail otherwise, and nobody would hear of it."""
+    honest = StageCompute.loss_and_gradient
+
+    def diverges(self, *inputs, **options):
+        return replace(honest(self, *inputs, **options), loss=math.inf)
+
+    monkeypatch.setattr(StageCompute, "loss_and_gradient", diverges)
+    bench = Feeding()
+    trainer = trainer_of(spec_of(2 * MAX_SKIPS), Rounds(), bench)
+    with pytest.raises(TrainingFailed, match="without a finite loss"):
+        for _ in range(MAX_DROPPED * MAX_SKIPS):
+            trainer.step()
+    assert bench.done == 0 and trainer.statistics().dropped_windows == MAX_DROPPED - 1

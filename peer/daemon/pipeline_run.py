@@ -169,6 +169,7 @@ class PipelineRun(LogRun):
             tokens_per_s=view.able_tokens_per_s,
             download_mbit_s=self.reporter.download_mbit_s,
             device_bytes=self._device_bytes,
+            needs=self._needs,
             now_s=time.monotonic(),
         )
         await self._env.neighbours.publish(

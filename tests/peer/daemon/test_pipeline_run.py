@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from atoll.optim.state.layout import Layout
+from atoll.peer.daemon import process
 from atoll.peer.daemon.pipeline_run import PipelineRun, frame_shape, hop_rules
-from atoll.peer.errors import ModelError, WrongRole
+from atoll.peer.errors import DeviceError, ModelError, WrongRole
 from atoll.peer.pipeline.hop import Hop
 from atoll.peer.pipeline.messages import OmitNote
 from atoll.peer.training.opening import first_state
@@ -127,6 +128,42 @@ def test_a_stage_that_its_last_peer_leaves_is_filled_where_it_stood(pipeline):
     log = organiser.up.coordinator.logs["stage-3"]
     assert log.head().position == 6 and log.replica.epoch > 0
     assert movers[0].said("recovered from position 0")
+
+
+def test_a_peer_that_cannot_serve_where_it_moved_returns(pipeline, monkeypatch):
+    tried, honest = [], process.Trainer
+
+    def does_not_fit(spec, reducer, options, **given):
+        if options.stage.module == "stage-3" and len(tried) == 3:
+            tried.append(options.peer_id)
+            raise DeviceError("the device does not hold this stage")
+        tried.append(options.peer_id)
+        return honest(spec, reducer, options, **given)
+
+    monkeypatch.setattr(process, "Trainer", does_not_fit)
+    organiser, running = pipeline(peers=4, rounds=0)
+    wait_for(lambda: organiser.status().position >= 1, running)
+    last = next(p for p in organiser.status().peers if p.module == "stage-3")
+    tried[:] = [""] * 3
+    gone = running[int(last.name.removeprefix("peer-"))]
+    gone.stop.set()
+    gone.join()
+    others = [peer for peer in running if peer is not gone]
+    back = "cannot serve stage-3, so this peer returns to stage-1"
+    wait_for(lambda: any(peer.said(back) for peer in others), others)
+    # Another peer fills the stage, and the one that came back serves its own again.
+    wait_for(lambda: len([p for p in tried if p]) >= 3, others)
+    assert len({p for p in tried if p}) == 2
+    wait_for(
+        lambda: (
+            sorted(p.module for p in organiser.status().peers if p.state == "training")
+            == list(STAGES)
+        ),
+        others,
+    )
+    for peer in others:
+        peer.stop.set()
+        peer.join()
 
 
 @pytest.mark.exhaustive  # without processes: tests/peer/pipeline/test_hop.py

@@ -1,37 +1,52 @@
 """Computing while another thread waits for a round."""
 
 import threading
+import time
 
 import pytest
 
 from atoll.peer.training.beside import BesideWaits, ParameterTurns
 
 
-def test_what_arrives_changes_parameters_between_two_computations():
-    """The one that computes never pauses by itself, and the other one gets its turn."""
-    is_computing, seen, arrived = threading.Event(), [], threading.Event()
-    has_begun = threading.Event()
+def test_whoever_asks_goes_before_the_others_next_turn():
+    """A stage has always something to compute, and its round must not wait for a pause."""
+    turns, has_changed = ParameterTurns(), threading.Event()
+
+    def changes():
+        with turns.taken():
+            has_changed.set()
+
+    with turns.taken():
+        other = threading.Thread(target=changes)
+        other.start()
+        until_s = time.monotonic() + 10.0
+        while not turns._asking.locked():
+            assert time.monotonic() < until_s
+        assert not has_changed.is_set()
+    with turns.taken():
+        assert has_changed.is_set()
+    other.join()
+
+
+def test_the_waiting_thread_computes_until_the_other_is_done():
+    computed, arrived = [], threading.Event()
 
     def computes(turns, is_over):
         while not is_over():
             with turns.taken():
-                is_computing.set()
-                seen.append(arrived.is_set())
-                has_begun.set()
-                is_computing.clear()
+                computed.append(arrived.is_set())
 
     beside = BesideWaits(computes)
 
     def waits():
-        assert has_begun.wait(10)
-        for _ in range(100):
-            with beside.turns.taken():
-                assert not is_computing.is_set()
-        arrived.set()
+        while not computed:
+            pass
+        with beside.turns.taken():
+            arrived.set()
 
     beside.wait(waits)
     beside.close()
-    assert False in seen
+    assert computed[0] is False and arrived.is_set()
 
 
 def test_a_wait_that_fails_ends_the_computing():

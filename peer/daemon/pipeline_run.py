@@ -124,6 +124,7 @@ class PipelineRun(LogRun):
             turn=self.ctx.link.pacer.turn,
         )
         env.tasks.keep(self._carrier.keep)
+        env.tasks.spawn(self.publish)  # others send once they know that it serves
 
     def serve_texts(self, stage: ServedStage, share: float) -> None:
         """Compute texts of clients from now on, with the synced parameters; called by the trainer.

@@ -1,5 +1,6 @@
 """Peers of a pipeline: three stages over libp2p, each with a log of its own."""
 
+import asyncio
 import math
 import time
 from collections import Counter
@@ -8,16 +9,20 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from atoll.dht.testing.memory import MemoryNetwork
+from atoll.optim.log.entry import Elector
 from atoll.optim.state.layout import Layout
 from atoll.peer.daemon import process
 from atoll.peer.daemon.pipeline_run import PipelineRun, frame_shape, hop_rules
 from atoll.peer.errors import DeviceError, ModelError, WrongRole
+from atoll.peer.pipeline.carrier import Workbench
 from atoll.peer.pipeline.hop import Hop
 from atoll.peer.pipeline.messages import OmitNote
 from atoll.peer.training.opening import first_state
 from atoll.peer.training.permission import Allowed
 from atoll.peer.training.stages import Shape
 from atoll.peer.training.trained import load_checkpoint
+from support.pacing import unlimited
 
 STAGES = ("stage-1", "stage-2", "stage-3")
 
@@ -196,6 +201,30 @@ def test_only_a_peer_in_touch_with_the_coordinator_moves(in_touch):
         heartbeats=SimpleNamespace(in_touch=in_touch),
     )
     assert PipelineRun._may_move.fget(run) is in_touch
+
+
+def test_a_peer_announces_that_it_serves_as_soon_as_it_does(kit):
+    """Its record is renewed each 5 s, and nobody sends it anything before that."""
+
+    async def main():
+        spawned = []
+        run = SimpleNamespace(
+            _env=SimpleNamespace(
+                spec=staged(kit),
+                me=Elector(peer_id="ann", incarnation="1"),
+                node=SimpleNamespace(transport=MemoryNetwork().transport("ann")),
+                tasks=SimpleNamespace(keep=lambda work: None, spawn=spawned.append),
+                compute=asyncio.to_thread,
+            ),
+            _stage=0,
+            bench=Workbench(),
+            ctx=SimpleNamespace(link=SimpleNamespace(pacer=unlimited())),
+            publish=object(),
+        )
+        PipelineRun._open(run, Shape(vocab_size=256, seq_len=64, width=8), ())
+        assert spawned == [run.publish]
+
+    asyncio.run(main())
 
 
 @pytest.mark.parametrize(("batch_size", "fits"), [(32, True), (1024, False)])

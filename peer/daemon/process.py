@@ -293,8 +293,9 @@ def _way_back(moved: StageMove | None, thread: LoopThread[Peer] | None) -> Stage
 
     None if it has not moved, or served already, or cannot serve the stage from which it came.
     """
-    has_begun = thread is not None and thread.value.run.progress.started
-    if moved is None or moved.has_failed or has_begun:
+    if moved is None or moved.has_failed:
+        return None
+    if thread is not None and thread.value.run.progress.started:
         return None
     return StageMove(module=moved.came_from, came_from=moved.module, has_failed=True)
 

@@ -167,7 +167,8 @@ class Coordinator:
         """Return the module with the fewest trainers, those included that are about to begin."""
         self._forget_placed()
         of_peer = {peer: module for peer, (module, _) in self._placed.items()}
-        of_peer |= {m.status.peer_id: m.status.module for m in self.presence.alive(self._steady())}
+        alive = [m.status for m in self.presence.alive(self._steady())]
+        of_peer |= {s.peer_id: s.module for s in alive if s.role == "trainer"}
         of_peer.pop(newcomer, None)
         serving = Counter(of_peer.values())
         return min(self.logs, key=lambda module: serving[module])

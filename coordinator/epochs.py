@@ -26,13 +26,15 @@ from atoll.coordinator.heads import Heads, PeerHead
 from atoll.coordinator.policies import (
     MAX_INCARNATION_CHARS,
     KeepersWaiting,
+    LostQuorum,
     Retired,
     StallClock,
     can_decide,
     common_position,
     electable,
     electors_after_stall,
-    have_lost_quorum,
+    hold_quorum,
+    not_restarted,
 )
 from atoll.coordinator.presence import MAX_PEERS, KnownPeer
 from atoll.coordinator.rounds import contributors
@@ -60,6 +62,7 @@ class Cause(Enum):
     """A reason to open an epoch in a run that does not stand still."""
 
     ELECTORS_LEFT = "electors left"
+    ELECTORS_LOST = "electors restarted, or fell silent"
     KEEPERS_CHANGED = "keepers joined, or were evicted"
 
 
@@ -101,6 +104,7 @@ class Epochs:
         self._keepers_missing: int | None = None
         self._report = report
         self._progress = StallClock()
+        self._lost = LostQuorum()
         self._retired: Retired = {}
         self._behind_reported = False
         self.heads: Heads | None = None
@@ -166,6 +170,8 @@ class Epochs:
             self._replica.trust,
         ):
             await self.open(alive, now_s, Cause.ELECTORS_LEFT)
+        elif await self._open_without_lost(alive, now_s):
+            return
         elif self._is_stalled(alive, now_s, round_s) and not self._is_lone(alive):
             await self._open_if_whole(alive, now_s)
         elif self._min_keepers:
@@ -173,8 +179,33 @@ class Epochs:
 
     def _is_stalled(self, alive: Sequence[KnownPeer], now_s: float, round_s: float) -> bool:
         """Return whether the run stands still; if it cannot move, without waiting for a round."""
-        is_stuck = not self._min_keepers and have_lost_quorum(self._replica.electorate, alive)
-        return self._progress.is_stalled(now_s, 0.0 if is_stuck else round_s)
+        electorate = self._replica.electorate
+        can_move = self._min_keepers or hold_quorum(not_restarted(electorate, alive), electorate)
+        return self._progress.is_stalled(now_s, round_s if can_move else 0.0)
+
+    async def _open_without_lost(self, alive: Sequence[KnownPeer], now_s: float) -> bool:
+        """Open an epoch if electors died and the others are no quorum; return whether it did.
+
+        What is lost is asked once more, by the run's network instead of its reports. If any other
+        elector has the next entry, that comes first: an epoch here would void it.
+        """
+        head, electorate = self._replica.head, self._replica.electorate
+        lost = self._lost.look(electorate, alive, position=head.position, now_s=now_s)
+        if not lost or self._min_keepers or self._is_lone(alive) or self.heads is None:
+            return False
+        asked = [elector.peer_id for elector in not_restarted(electorate, alive)]
+        answers = await self.heads.of(asked, now_s)
+        if hold_quorum(set(electorate) - lost | set(_electors(answers)), electorate):
+            return False
+        keys = {elector.peer_id for elector in electorate}
+        told = [m.status for m in alive if m.status.peer_id in keys]
+        claimed = [(s.epoch, s.position) for s in told] + [(h.epoch, h.position) for h in answers]
+        if any(epoch == head.epoch and position > head.position for epoch, position in claimed):
+            return False
+        if self._replica.head != head or not await self.open(alive, now_s, Cause.ELECTORS_LOST):
+            return False
+        self._lost.note_opened(now_s)
+        return True
 
     def _is_lone(self, alive: Sequence[KnownPeer]) -> bool:
         """Return whether a single trainer is online in a run that asks for more.
@@ -295,6 +326,7 @@ class Epochs:
         because = {
             None: "",
             Cause.ELECTORS_LEFT: ": acceptors left",
+            Cause.ELECTORS_LOST: ": acceptors restarted, or fell silent",
             Cause.KEEPERS_CHANGED: f": {changes}",
         }[cause]
         self._report("info", f"{text} with {len(chosen)} {whom}{plural}{because}")

@@ -6,6 +6,7 @@ Times are seconds of any steady clock; the caller passes them in.
 from __future__ import annotations
 
 import ipaddress
+import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -14,7 +15,7 @@ from urllib.parse import unquote
 
 from atoll.coordinator.presence import KnownPeer
 from atoll.coordinator.run.status import PeerStatus
-from atoll.optim.log.electorate import NEW_PER_OLD, TRIAL_ENTRIES, Succession
+from atoll.optim.log.electorate import FEW_ELECTORS, NEW_PER_OLD, TRIAL_ENTRIES, Succession
 from atoll.optim.log.entry import Elector, Newcomer, Trust, is_quorum, max_liars
 
 STALL_S = 60.0  # without progress for this long a new epoch opens (docs/protocol.md, part 1)
@@ -22,6 +23,15 @@ MAX_STALL_S = 3600.0  # each epoch without progress doubles the wait for the nex
 # Wait of a keeper that joins for the epoch that names it. Each such epoch may void a round, so
 # keepers that an organiser starts one after the other enter with the same one.
 KEEPER_WAIT_S = 120.0
+# Of silence beyond that after which a peer counts as gone: if the coordinator's own link broke, the
+# others are heard again within seconds of the first one.
+SILENT_S = 5.0
+# For acceptors that restarted to hold the state again, so that the epoch names them. Most do within
+# seconds; without them fewer peers decide, and a liar among these has more weight.
+RESTARTED_S = 10.0
+# Between two epochs for acceptors that were lost, doubled while no round is decided: a peer that
+# restarts, or says so, again and again opens few.
+LOST_AGAIN_S = 10.0
 PUBLISH_S = 15.0  # a peer asked for entries that sends none for this long is passed over
 REPORT_BURST = 50.0  # at once: a restored link delivers what it kept, 32 items per report
 REPORTS_PER_S = 10.0  # far above a heartbeat per second
@@ -71,6 +81,8 @@ def electors_after_stall(
     """Return the electors of an epoch that opens because a run with a log stands still.
 
     Whoever can stop the run could otherwise bring in any number of keys that contributed once.
+    Electors that have not restarted come first: half of an electorate is a quorum if the first is
+    in it, so of two the one that stays decides without the one that restarts again.
 
     Args:
         online: the peers that may vote, under the incarnations that they have now.
@@ -80,6 +92,7 @@ def electors_after_stall(
     present = {elector.peer_id for elector in voters.electorate}
     by_peer = {elector.peer_id: elector for elector in online}
     stay = [elector for elector in online if elector.peer_id in present]
+    stay.sort(key=lambda elector: elector not in voters.electorate)
     tried = [
         by_peer[n.peer_id]
         for n in voters.newcomers
@@ -114,19 +127,94 @@ def can_decide(
     return not electorate or is_quorum(voters, len(electorate), trust)
 
 
-def have_lost_quorum(electorate: Sequence[Elector], alive: Iterable[KnownPeer]) -> bool:
-    """Return whether so many electors have restarted that the others are no quorum.
+def not_restarted(electorate: Sequence[Elector], alive: Iterable[KnownPeer]) -> list[Elector]:
+    """Return the electors whose key no other incarnation uses.
 
-    A restarted trainer votes no longer, so nothing that is not decided yet can be. An elector that
-    is silent may still vote somewhere else, and counts as there.
+    A restarted trainer votes no longer. One that is silent may still vote somewhere else.
     """
     now = {member.status.peer_id: member.status.incarnation for member in alive}
-    left = [
-        index
-        for index, elector in enumerate(electorate)
-        if now.get(elector.peer_id, elector.incarnation) == elector.incarnation
-    ]
-    return bool(electorate) and not is_quorum(left, len(electorate))
+    return [e for e in electorate if now.get(e.peer_id, e.incarnation) == e.incarnation]
+
+
+def hold_quorum(electors: Collection[Elector], electorate: Sequence[Elector]) -> bool:
+    """Return whether these are a quorum of an electorate; True if that is unknown."""
+    here = [index for index, elector in enumerate(electorate) if elector in electors]
+    return not electorate or is_quorum(here, len(electorate))
+
+
+@dataclass
+class Lasting:
+    """Measures how long something has been so."""
+
+    since_s: float = math.inf
+
+    def note(self, is_so: bool, now_s: float) -> float:
+        """Return for how many seconds it has been so; negative if it is not."""
+        self.since_s = min(self.since_s, now_s) if is_so else math.inf
+        return now_s - self.since_s
+
+
+@dataclass
+class LostQuorum:
+    """Notices that so many of a few electors died that the others are no quorum.
+
+    One that restarted is dead: only its key can report another incarnation. One that was heard and
+    is silent is presumed dead after a while. Of many electors half do not die at once, but the
+    network between them may break; for these a run waits until it stands still (`StallClock`).
+    """
+
+    position: int = -1
+    opened: int = 0
+    """Epochs opened for this since the last progress."""
+    again_s: float = -math.inf
+    """When the next one may open."""
+    _heard: set[Elector] = field(default_factory=set)
+    """electors that this coordinator has heard; the others may be on their way to it"""
+    _restarted: Lasting = field(default_factory=Lasting)
+    _silent: Lasting = field(default_factory=Lasting)
+
+    def look(
+        self,
+        electorate: Sequence[Elector],
+        alive: Collection[KnownPeer],
+        *,
+        position: int,
+        now_s: float,
+    ) -> set[Elector]:
+        """Return the electors that are lost, if an epoch shall open without them; else none.
+
+        Args:
+            electorate: of the position.
+            alive: the peers online.
+            position: the end of the log.
+            now_s: the time.
+        """
+        if position > self.position:
+            self.position, self.opened = position, 0
+        online = {(m.status.peer_id, m.status.incarnation) for m in alive}
+        here = [e for e in electorate if (e.peer_id, e.incarnation) in online]
+        self._heard = set(e for e in electorate if e in here or e in self._heard)
+        able = {status.peer_id for status in electable(alive, epoch=0)}
+        stay = not_restarted(electorate, alive)
+        restarted = set(electorate).difference(stay)
+        silent = self._heard.intersection(stay).difference(here)
+        are_few = len(electorate) < FEW_ELECTORS
+        by_restart = are_few and not hold_quorum(stay, electorate)
+        by_silence = are_few and bool(able) and not hold_quorum(set(stay) - silent, electorate)
+        restarted_s = self._restarted.note(by_restart, now_s)
+        silent_s = self._silent.note(by_silence and not by_restart, now_s)
+        if now_s < self.again_s:
+            return set()
+        are_back = by_restart and all(elector.peer_id in able for elector in restarted)
+        if are_back or restarted_s >= RESTARTED_S:
+            return restarted
+        return restarted | silent if silent_s >= SILENT_S else set()
+
+    def note_opened(self, now_s: float) -> None:
+        """Note that an epoch opened without those that are lost."""
+        pause_s = LOST_AGAIN_S * 2.0 ** min(self.opened, 10)
+        self.again_s = now_s + min(pause_s, MAX_STALL_S)
+        self.opened += 1
 
 
 @dataclass

@@ -80,7 +80,7 @@ UNEQUAL_PEERS = Pipeline(
     staleness=2,
     inner_steps=RARE,
 )
-CHURNED = replace(EQUAL, inner_steps=8)
+CHURNED = replace(EQUAL, inner_steps=8, windows="deadline")
 
 
 @dataclass(frozen=True, kw_only=True)

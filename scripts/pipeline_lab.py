@@ -109,6 +109,7 @@ class Pipeline:
     """of a step"""
     staleness: int
     inner_steps: int
+    windows: str = "equal"
 
     @property
     def stages(self) -> int:
@@ -207,7 +208,7 @@ class Flowing(Case):
                 },
                 "data": {"source": str(self.folder / "text.txt"), "seq_len": SEQ_LEN},
                 "inner": {"batch_size": BATCH, "grad_accumulation": pipeline.microbatches},
-                "outer": {"inner_steps": pipeline.inner_steps},
+                "outer": {"inner_steps": pipeline.inner_steps, "windows": pipeline.windows},
                 "topology": {
                     "stages": pipeline.stages,
                     "activations": CODEC,

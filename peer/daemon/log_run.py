@@ -579,8 +579,8 @@ class QuorumWatch:
             return None  # one look is not enough, as a roster is some seconds behind
         self._reported_at = position
         until = (
-            f"the coordinator opens a new epoch, after {STALL_S:.0f} s without a round (or the "
-            "time of three rounds, if that is longer)"
+            f"the coordinator opens a new epoch, at the latest after {STALL_S:.0f} s without a "
+            "round (or the time of three rounds, if that is longer)"
             if in_touch
             else "the coordinator is back and opens a new epoch"
         )

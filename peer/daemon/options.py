@@ -23,6 +23,8 @@ class StageMove:
     module: str
     """Where the peer goes."""
     came_from: str
+    has_failed: bool = False
+    """True on its way back: it could not serve the stage that it comes from."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -124,6 +124,7 @@ class PipelineRun(LogRun):
             turn=self.ctx.link.pacer.turn,
         )
         env.tasks.keep(self._carrier.keep)
+        env.tasks.spawn(self.publish)  # others send once they know that it serves
 
     def serve_texts(self, stage: ServedStage, share: float) -> None:
         """Compute texts of clients from now on, with the synced parameters; called by the trainer.
@@ -169,6 +170,7 @@ class PipelineRun(LogRun):
             tokens_per_s=view.able_tokens_per_s,
             download_mbit_s=self.reporter.download_mbit_s,
             device_bytes=self._device_bytes,
+            needs=self._needs,
             now_s=time.monotonic(),
         )
         await self._env.neighbours.publish(

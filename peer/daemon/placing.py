@@ -4,6 +4,9 @@ Every peer of a pipeline looks at the same announcements and computes the same d
 (`atoll.peer.pipeline.placement`); the one that is named moves. It announces where it goes, drains,
 leaves the log of its stage as a peer leaves a run, and joins that of the other one.
 
+If it cannot serve that one, it returns. For a while it then announces less memory than that stage
+needs, since all decide by what is announced: else it would be named again, and the others wait.
+
 A vacant stage is looked for all the time, a better balance every `rebalance_s`.
 """
 
@@ -69,6 +72,7 @@ class Placing:
         tokens_per_s: float,
         download_mbit_s: float,
         device_bytes: int,
+        needs: Sequence[StageNeeds] = (),
         now_s: float,
     ) -> tuple[str, StagePlace]:
         """Return the module and the place that this peer announces.
@@ -78,6 +82,7 @@ class Placing:
             tokens_per_s: that it can do in its stage; 0 before it was measured.
             download_mbit_s: measured; 0 if unknown.
             device_bytes: memory in which it holds a stage.
+            needs: of the run's stages, once they are known.
             now_s: the time.
         """
         if is_serving:
@@ -89,6 +94,10 @@ class Placing:
         elif self._moved is not None and here_s < STAGE_COOLDOWN_S:
             came_from = self._moved.came_from
         stays = self.leaves_for is None
+        if needs and self._moved is not None and self._moved.has_failed:
+            failed = needs[self._modules.index(self._moved.came_from)]
+            if here_s < PEER_COOLDOWN_S:
+                device_bytes = min(device_bytes, failed.device_bytes - 1)
         return self.leaves_for or self._module, StagePlace(
             duty="serving" if stays and is_serving else "moving",
             tokens_per_s=tokens_per_s,

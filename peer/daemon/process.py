@@ -205,26 +205,33 @@ def join_and_train(
     narrator = Narrator(on_event)
     with log_file(paths):
         while True:
+            # The state and the trainer of a stage that it left go before there are others.
+            thread: LoopThread[Peer] | None = None
             with stop.part() as stay:  # in one stage, if the run is a pipeline
                 try:
                     thread = _open(options, narrator, stay, ask)
-                except KeyboardInterrupt:
-                    return False
-                narrator.follow(thread.value)
-                try:
+                    narrator.follow(thread.value)
                     with closing(thread):
                         is_over = _take_part(options, thread, narrator, stay)
+                    moves = _move_of(thread.value)
+                except KeyboardInterrupt:
+                    if thread is not None:
+                        raise
+                    return False
                 except Exception as error:
-                    narrator.emit("stopped", f"left the run: {error}", "error")
-                    raise
-            moves = _move_of(thread.value)
+                    moves, is_over = _way_back(options.peer.moved, thread), False
+                    if moves is None:
+                        if thread is not None:
+                            narrator.emit("stopped", f"left the run: {error}", "error")
+                        raise
+                    failed = f"cannot serve {moves.came_from}, so this peer returns to"
+                    narrator.tell("warning", f"{failed} {moves.module}: {error}")
             if moves is None or stop.is_set():
                 narrator.emit("stopped", "left the run")
                 return is_over
             # The same peer in another log: it leaves one cleanly, and recovers the other.
             options = replace(options, peer=replace(options.peer, moved=moves))
             narrator.forget_peer()
-            del thread  # its state and its trainer, before there are others
 
 
 def _open(options: RunOptions, narrator: Narrator, stop: Stop, ask: Ask | None) -> LoopThread[Peer]:
@@ -281,6 +288,18 @@ def _move_of(peer: Peer) -> StageMove | None:
     """
     run = peer.run
     return run.moves if isinstance(run, PipelineRun) and not run.is_complete else None
+
+
+def _way_back(moved: StageMove | None, thread: LoopThread[Peer] | None) -> StageMove | None:
+    """Return the move back of a peer that could not begin to serve the stage that it moved to.
+
+    None if it has not moved, or served already, or cannot serve the stage from which it came.
+    """
+    if moved is None or moved.has_failed:
+        return None
+    if thread is not None and thread.value.run.progress.started:
+        return None
+    return StageMove(module=moved.came_from, came_from=moved.module, has_failed=True)
 
 
 def _keep(options: RunOptions, peer: Peer, narrator: Narrator, stop: Stop) -> bool:

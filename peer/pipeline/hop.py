@@ -261,6 +261,7 @@ class Hop:
     def stepped(self, now_s: float) -> list[Action]:
         """Note that the inner step is taken."""
         self._books.jobs.end_step()
+        self._books.steps.taken()
         return self._advance(now_s)
 
     # What the peer's owner wants.

@@ -92,7 +92,8 @@ class Intake:
         pause = self._broken.get(peer)
         if pause is not None and now_s < pause.until_s:
             return busy(pause.until_s - now_s)
-        if not self._books.has_room(header.key.direction):
+        must_wait = header.key.trains and self._books.steps.stands_still
+        if must_wait or not self._books.has_room(header.key.direction):
             return busy(min(JOB_S * (1 + self._books.jobs.num_waiting), MAX_BUSY_S))
         one = Pass(
             key=header.key,

@@ -26,12 +26,21 @@ class Steps:
         self.version = 0
         self.counted = 0
         """microbatches since the last step"""
+        self._is_being_taken = False
 
     @property
     def has_room(self) -> bool:
         """Return whether another microbatch may be taken."""
         most = self._size * (1 + self._staleness)
         return self.counted + len(self._version_of) < most
+
+    @property
+    def stands_still(self) -> bool:
+        """Return whether a microbatch would wait until a step is taken, and a round with it.
+
+        Others of the stage may still lack it for theirs, and would wait for it in vain.
+        """
+        return self._is_being_taken and not self._staleness
 
     @property
     def is_due(self) -> bool:
@@ -69,4 +78,9 @@ class Steps:
         """Take the step; return how many microbatches are in it."""
         taken, self.counted = self.counted, 0
         self.version += 1
+        self._is_being_taken = True
         return taken
+
+    def taken(self) -> None:
+        """Note that the step is taken."""
+        self._is_being_taken = False

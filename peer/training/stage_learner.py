@@ -31,6 +31,7 @@ from atoll.peer.errors import SetupError
 from atoll.peer.pipeline.actions import MicrobatchEnded, RunJob, SettleHeld, TakeStep
 from atoll.peer.pipeline.carrier import Job, Workbench
 from atoll.peer.pipeline.messages import PassKey, Payload, encode_tokens
+from atoll.peer.training.beside import ParameterTurns
 from atoll.peer.training.devices import Device
 from atoll.peer.training.fit import Fit
 from atoll.peer.training.learner import Gradient
@@ -42,6 +43,7 @@ _log = logging.getLogger(__name__)
 RATE_S = 60.0  # of computing, over which the rate of a stage is measured
 KNOWN_AFTER = 4  # microbatches: the first passes are slow
 POLL_S = 0.2  # between two looks whether the trainer shall stop, while nothing flows
+BESIDE_POLL_S = 0.05  # the same while it waits for a round, whose end it shall notice soon
 
 
 class StoppedInStep(Exception):
@@ -126,9 +128,17 @@ class StageLearner:
         self._num_counted = 0
         self._owes_step = False
         """whether the flow waits to hear that the last step is taken"""
+        self._is_put_off = False
+        """whether a step came due while the trainer waited for a round"""
+        self._failures = 0
+        """microbatches in a row that failed here"""
+        self.beside_s = 0.0
+        """Seconds of computing while the trainer waited for a round."""
 
     def gradient(self, *, step: int) -> Gradient:
         """Compute for the flow until a step is due; leave its clipped mean gradient in the model.
+
+        If as many microbatches as a step has fail in a row, that is a step whose loss is NaN.
 
         Args:
             step: step of the run that the learning rate follows.
@@ -141,6 +151,8 @@ class StageLearner:
             group["lr"] = rate
         self._open()
         self._end_step()
+        if self._is_put_off and self.compute.microbatches:
+            return self._finish()
         while not self._is_stopped():
             job = self._next()
             if isinstance(job, TakeStep):
@@ -150,6 +162,9 @@ class StageLearner:
                 self._end_step()  # all that it held was dropped
             elif job is not None:
                 self._do(job)
+                if self._failures >= self._inner.grad_accumulation:
+                    self._failures = 0
+                    return Gradient(loss=math.nan, norm=math.nan, tokens=0)
         raise StoppedInStep
 
     def evaluate(self, microbatches: int) -> float:
@@ -181,6 +196,28 @@ class StageLearner:
         if left:
             raise StoppedInStep
         return sum(losses) / len(losses) if losses else math.nan
+
+    def compute_beside(self, turns: ParameterTurns, is_over: Callable[[], bool]) -> None:
+        """Compute for the flow while the trainer waits for a round, if the staleness allows it.
+
+        Steps that come due are put off: what they hold counts in the next one.
+
+        Args:
+            turns: of whoever uses the parameters.
+            is_over: returns whether the trainer waits no longer.
+        """
+        self._open()
+        self._end_step()
+        while not is_over():
+            job = self._bench.take(BESIDE_POLL_S)
+            if isinstance(job, TakeStep):
+                self._is_put_off = self._owes_step = True
+                self._end_step()
+            elif job is not None:
+                with turns.taken():
+                    began_s = time.perf_counter()
+                    self._do(job)
+                    self.beside_s += time.perf_counter() - began_s
 
     def serve(self) -> None:
         """Compute one job without training: the run's other stages are not done yet."""
@@ -230,7 +267,7 @@ class StageLearner:
         tokens = self.compute.tokens
         found = self.compute.finish(clip_norm=self._inner.clip_norm)
         loss = self._loss_sum / self._losses if self._losses else math.nan
-        self._loss_sum, self._losses = 0.0, 0
+        self._loss_sum, self._losses, self._is_put_off = 0.0, 0, False
         return Gradient(loss=loss, norm=found.norm, tokens=tokens)
 
     def _do(self, job: RunJob | SettleHeld | MicrobatchEnded) -> None:
@@ -253,6 +290,7 @@ class StageLearner:
         except (RuntimeError, ValueError) as error:
             # Also out of memory: the flow gives the microbatch up, and this peer goes on.
             _log.warning("a microbatch is given up: its %s failed: %s", job.kind, error)
+            self._failures += job.key.trains
             self._bench.report("job_failed", job.key)
 
     def _run(self, job: RunJob) -> None:
@@ -314,6 +352,7 @@ class StageLearner:
         self._bench.report("gradient_ready", job.key, Payload.of(b"", frame), loss=loss)
 
     def _add(self, job: RunJob, found: WeightGradients, loss: float | None) -> None:
+        self._failures = 0
         value = math.nan if loss is None else loss
         if job.holds:
             self._held[job.key] = found, value

@@ -27,7 +27,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -44,6 +44,7 @@ from atoll.optim.state.places import Places
 from atoll.peer.errors import SavedStateError
 from atoll.peer.pipeline.carrier import Workbench
 from atoll.peer.training import models, saved
+from atoll.peer.training.beside import BesideWaits
 from atoll.peer.training.data import load as data
 from atoll.peer.training.data.prefetch import Prefetched
 from atoll.peer.training.data.remarks import Remark, remarks
@@ -185,7 +186,7 @@ class Trainer:
         self.timetable = spec.timetable(len(method.fragments(Layout.of(model))))
         self._stream = self._opened_stream()
         self.learner = self._learner_of(model, method)
-        self._reducer = WatchedReducer(reducer, self._committed)
+        self._reducer = WatchedReducer(reducer, self._committed, beside=self._beside())
         at = self.options.position
         self._progress = TrainerCounters(position=at, seen_position=at)
         self._recent: deque[tuple[float, int]] = deque(maxlen=RATE_STEPS + 1)
@@ -290,6 +291,16 @@ class Trainer:
                 )
         return whole
 
+    def _beside(self) -> BesideWaits | None:
+        """Return what a stage computes while it waits for a round; None if it has to stand still.
+
+        Without staleness, a microbatch needs the same parameters in both of its passes.
+        """
+        may = self.spec.topology.staleness > 0 and self.options.share == 1.0
+        if not may or not isinstance(self.learner, StageLearner):
+            return None
+        return BesideWaits(self.learner.compute_beside)
+
     # --- callable from any thread
 
     def statistics(self) -> TrainerStatistics:
@@ -339,6 +350,7 @@ class Trainer:
             if self._stream is not None:
                 self._stream.close()
             self._writer.shutdown()
+            self._reducer.close()
             self._publish(phase=TrainerPhase.FINISHED if self.finished else TrainerPhase.STOPPED)
 
     def step(self) -> None:
@@ -407,8 +419,9 @@ class Trainer:
         return stats.wait_s + stats.outer_s + self._starved_s()
 
     def _starved_s(self) -> float:
-        """Seconds that a stage had nothing to compute."""
-        return self.learner.waited_s if isinstance(self.learner, StageLearner) else 0.0
+        """Seconds that a stage had nothing to compute, less those that it used while it waited."""
+        learner = self.learner
+        return learner.waited_s - learner.beside_s if isinstance(learner, StageLearner) else 0.0
 
     def time_spent(self) -> TimeSpent:
         """Return what this process has spent so far, from its first step on."""
@@ -784,13 +797,21 @@ class Trainer:
 class WatchedReducer:
     """Passes a reducer through, reports each commit to the trainer and can drop its window."""
 
-    def __init__(self, inner: Reducer, on_commit: Callable[[Commit], None]) -> None:
+    def __init__(
+        self,
+        inner: Reducer,
+        on_commit: Callable[[Commit], None],
+        *,
+        beside: BesideWaits | None = None,
+    ) -> None:
         """Wrap a reducer.
 
         Args:
             inner: the reducer of the run.
             on_commit: called with each commit, before the method receives it.
+            beside: what is done meanwhile by the thread that waits.
         """
+        self._beside = beside
         self._fragments: set[int] = set()
         self._inner, self._on_commit = inner, on_commit
         self._settle: Settle | None = None
@@ -832,7 +853,15 @@ class WatchedReducer:
 
     def wait(self) -> None:
         """Wait until the wrapped reducer has settled; see `Reducer.wait`."""
-        self._inner.wait()
+        if self._beside is None:
+            self._inner.wait()
+        else:
+            self._beside.wait(self._inner.wait)
+
+    def close(self) -> None:
+        """End what waits beside the trainer; the wrapped reducer stays open."""
+        if self._beside is not None:
+            self._beside.close()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the wrapped reducer and the unsettled fragments."""
@@ -850,6 +879,10 @@ class WatchedReducer:
         )
 
     def _deliver(self, commit: Commit) -> None:
+        with nullcontext() if self._beside is None else self._beside.turns.taken():
+            self._take(commit)
+
+    def _take(self, commit: Commit) -> None:
         assert self._settle is not None, "a reducer settles only after start"
         self._on_commit(commit)
         self._settle(commit)

@@ -10,6 +10,7 @@ import pytest
 
 from atoll.coordinator.policies import STALL_S
 from atoll.coordinator.presence import FORGET_S
+from atoll.dht.identity import Identity
 from atoll.optim.log.entry import Partial, leader_order
 
 RUN = b"r" * 32
@@ -107,21 +108,20 @@ def test_each_epoch_of_a_stalled_run_begins_with_another_leader(kit: Any, tmp_pa
 
 
 @pytest.mark.parametrize(
-    ("restarted", "waits_s"),
-    [(2, STALL_S), pytest.param(1, 3 * 300.0, marks=pytest.mark.exhaustive)],
+    ("peers", "restarted", "waits_s"),
+    [(3, 2, 0.0), (8, 5, STALL_S), pytest.param(3, 1, 3 * 300.0, marks=pytest.mark.exhaustive)],
 )
 def test_a_lost_quorum_waits_for_no_window(
-    kit: Any, tmp_path: Path, restarted: int, waits_s: float
+    kit: Any, tmp_path: Path, peers: int, restarted: int, waits_s: float
 ) -> None:
     """Windows last 300 s; two restarts of three electors leave nobody who could decide."""
 
     async def main() -> None:
-        async with kit.net(tmp_path / "run") as net:
+        swarm = kit.Swarm([Identity.ephemeral() for _ in range(peers)])
+        async with kit.net(tmp_path / "run", swarm) as net:
             clock, coordinator = Clock(), net.up.coordinator
             coordinator._steady = clock
             clients = await net.started()
-            entry, body = net.swarm.entry(net.run_id, coordinator.log.head())
-            await net.publish(clients[0], entry, body)
             tokens = coordinator.spec.step_tokens * coordinator.spec.outer.inner_steps
             began_s = clock.now_s
             while coordinator.log.head().epoch == 0:
@@ -130,7 +130,6 @@ def test_a_lost_quorum_waits_for_no_window(
                     status = net.swarm.status(
                         index,
                         state="syncing",
-                        position=1,
                         incarnation="2" if index < restarted else "1",
                         tokens_per_s=tokens / 300.0,
                     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,9 @@ from atoll.coordinator.coordinator import PLACED_S
 from atoll.coordinator.presence import MAX_PEERS
 from atoll.coordinator.rpc.client import CoordinatorClient
 from atoll.coordinator.rpc.client_errors import CoordinatorError
+from atoll.coordinator.run.admission import Role
 from atoll.coordinator.run.spec import RunSpec
+from atoll.coordinator.run.status import PeerStatus
 from atoll.dht.identity import Identity
 from atoll.optim.log.replica import log_id
 from support.kit import SPEC, Net, Swarm, answering
@@ -122,6 +125,40 @@ def test_newcomers_are_given_the_module_with_the_fewest_peers(kit: Any, tmp_path
             net.stack.push_async_callback(wrong.close)
             with pytest.raises(CoordinatorError, match="expected a module of 'stage-1', 'stage-2'"):
                 await wrong.join()
+
+    kit.run(main())
+
+
+@pytest.mark.parametrize("reports", [False, True])
+def test_newcomers_of_one_moment_spread_over_the_modules(
+    kit: Any, tmp_path: Path, reports: bool
+) -> None:
+    async def main() -> None:
+        async with kit.net(tmp_path / "run", spec=STAGED) as net:
+            found = Counter[str]()
+
+            async def comes(role: Role, module: str = "") -> None:
+                identity = Identity.ephemeral()
+                client = CoordinatorClient(net.up.invite, identity, role=role, module=module)
+                net.stack.push_async_callback(client.close)
+                joined = await client.join()
+                found[joined.module] += role == "trainer"
+                if reports or role == "follower":
+                    status = PeerStatus(
+                        peer_id=identity.peer_id,
+                        incarnation="1",
+                        state="joining",
+                        role=role,
+                        module=joined.module,
+                    )
+                    await client.heartbeat(status)
+
+            for _ in range(3):  # whoever only reads takes no trainer's place
+                await comes("follower", FIRST)
+            async with asyncio.TaskGroup() as tasks:
+                for _ in range(12):
+                    tasks.create_task(comes("trainer"))
+            assert found == {FIRST: 6, SECOND: 6}
 
     kit.run(main())
 

@@ -1,6 +1,10 @@
 from types import SimpleNamespace
 
 from atoll.coordinator.policies import (
+    LOST_AGAIN_S,
+    RESTARTED_S,
+    SILENT_S,
+    LostQuorum,
     PublisherChoice,
     ReportLimit,
     StallClock,
@@ -234,3 +238,96 @@ def test_an_epoch_keeps_the_electors_and_half_as_many_tried_newcomers() -> None:
     assert after_stall("xyzsr", known="xyz") == "rs"  # no elector: all that were tried
     assert after_stall("xyz", known="xz") == "xz"  # nor those
     assert after_stall("z") == ""
+
+
+def test_electors_that_did_not_restart_come_first() -> None:
+    voters = Succession(electorate=tuple(map(elector, "abc")))
+    found = electors_after_stall([elector("a", "2"), elector("b")], voters, known=())
+    assert found == [elector("b"), elector("a", "2")]
+
+
+class Watched:
+    """What `LostQuorum` says of electors a, b, ... second by second."""
+
+    def __init__(self, names: str = "ab") -> None:
+        self.electorate = [elector(name) for name in names]
+        self.lost = LostQuorum()
+        self.now_s = 0.0
+        self.position = 5
+        self.look(names)
+
+    def look(self, here: str, **changes: object) -> str:
+        """One look; capitals are restarted peers."""
+        self.now_s += 1.0
+        peers = KnownPeers()
+        for name in here:
+            incarnation = "2" if name.isupper() else "1"
+            peers.update(peer(name.lower(), incarnation=incarnation, **changes), self.now_s)
+        found = self.lost.look(
+            self.electorate,
+            peers.alive(self.now_s),
+            position=self.position,
+            now_s=self.now_s,
+        )
+        return "".join(sorted(each.peer_id for each in found))
+
+    def until_lost(self, here: str, **changes: object) -> float:
+        """The seconds until electors count as lost."""
+        began_s = self.now_s
+        while not self.look(here, **changes):
+            assert self.now_s - began_s < 5000.0
+        return self.now_s - began_s - 1.0
+
+
+def test_a_quorum_is_lost_when_a_restarted_elector_is_back() -> None:
+    assert Watched().look("Ab") == "a"
+    assert Watched().look("aB") == ""  # half, with the first
+    assert Watched("abc").look("ABc") == "ab"
+    assert Watched("abc").look("Abc") == ""
+
+
+def test_a_restarted_elector_that_fetches_its_state_is_awaited_a_while() -> None:
+    assert Watched().until_lost("Ab", state="joining") == RESTARTED_S
+    watched = Watched()
+    assert watched.look("Ab", state="joining") == ""
+    assert watched.look("Ab") == "a"
+
+
+def test_a_silent_elector_is_lost_after_a_while_that_others_are_heard() -> None:
+    assert Watched().until_lost("b") == SILENT_S
+    assert Watched().until_lost("bc") == SILENT_S  # whoever else is there
+    assert Watched("a").until_lost("c") == SILENT_S  # who fills a stage without a peer
+    watched = Watched()
+    for _ in range(100):  # the coordinator hears nobody: its own link is down
+        assert watched.look("") == ""
+    assert watched.look("b") == watched.look("b") == ""
+    assert watched.look("ab") == ""
+    assert watched.until_lost("b") == SILENT_S
+
+
+def test_an_elector_that_was_never_heard_is_not_lost() -> None:
+    """The coordinator itself has just started, and its peers come back one by one."""
+    watched = Watched()
+    watched.lost = LostQuorum()
+    assert [watched.look("b") for _ in range(100)] == [""] * 100
+    assert watched.look("ab") == ""
+    assert watched.until_lost("b") == SILENT_S
+
+
+def test_half_of_many_electors_are_not_presumed_dead() -> None:
+    assert Watched("abcdefg").until_lost("abc") == SILENT_S
+    many = Watched("abcdefgh")
+    assert [many.look("abc") for _ in range(100)] == [""] * 100
+    assert many.look("ABCDEFGh") == ""  # nor do few decide while the others are restarted
+
+
+def test_epochs_for_lost_electors_come_ever_more_slowly() -> None:
+    watched, waits = Watched(), []
+    for _ in range(5):
+        waits.append(watched.until_lost("Ab"))
+        watched.lost.note_opened(watched.now_s)
+    assert waits == [0.0] + [2**n * LOST_AGAIN_S - 1.0 for n in range(4)]
+    watched.position += 1  # a round was decided
+    watched.until_lost("Ab")
+    watched.lost.note_opened(watched.now_s)
+    assert watched.until_lost("Ab") == LOST_AGAIN_S - 1.0

@@ -1,5 +1,6 @@
 """Peers of a pipeline: three stages over libp2p, each with a log of its own."""
 
+import asyncio
 import math
 import time
 from collections import Counter
@@ -8,15 +9,20 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from atoll.dht.testing.memory import MemoryNetwork
+from atoll.optim.log.entry import Elector
 from atoll.optim.state.layout import Layout
+from atoll.peer.daemon import process
 from atoll.peer.daemon.pipeline_run import PipelineRun, frame_shape, hop_rules
-from atoll.peer.errors import ModelError, WrongRole
+from atoll.peer.errors import DeviceError, ModelError, WrongRole
+from atoll.peer.pipeline.carrier import Workbench
 from atoll.peer.pipeline.hop import Hop
 from atoll.peer.pipeline.messages import OmitNote
 from atoll.peer.training.opening import first_state
 from atoll.peer.training.permission import Allowed
 from atoll.peer.training.stages import Shape
 from atoll.peer.training.trained import load_checkpoint
+from support.pacing import unlimited
 
 STAGES = ("stage-1", "stage-2", "stage-3")
 
@@ -129,6 +135,42 @@ def test_a_stage_that_its_last_peer_leaves_is_filled_where_it_stood(pipeline):
     assert movers[0].said("recovered from position 0")
 
 
+def test_a_peer_that_cannot_serve_where_it_moved_returns(pipeline, monkeypatch):
+    tried, honest = [], process.Trainer
+
+    def does_not_fit(spec, reducer, options, **given):
+        if options.stage.module == "stage-3" and len(tried) == 3:
+            tried.append(options.peer_id)
+            raise DeviceError("the device does not hold this stage")
+        tried.append(options.peer_id)
+        return honest(spec, reducer, options, **given)
+
+    monkeypatch.setattr(process, "Trainer", does_not_fit)
+    organiser, running = pipeline(peers=4, rounds=0)
+    wait_for(lambda: organiser.status().position >= 1, running)
+    last = next(p for p in organiser.status().peers if p.module == "stage-3")
+    tried[:] = [""] * 3
+    gone = running[int(last.name.removeprefix("peer-"))]
+    gone.stop.set()
+    gone.join()
+    others = [peer for peer in running if peer is not gone]
+    back = "cannot serve stage-3, so this peer returns to stage-1"
+    wait_for(lambda: any(peer.said(back) for peer in others), others)
+    # Another peer fills the stage, and the one that came back serves its own again.
+    wait_for(lambda: len([p for p in tried if p]) >= 3, others)
+    assert len({p for p in tried if p}) == 2
+    wait_for(
+        lambda: (
+            sorted(p.module for p in organiser.status().peers if p.state == "training")
+            == list(STAGES)
+        ),
+        others,
+    )
+    for peer in others:
+        peer.stop.set()
+        peer.join()
+
+
 @pytest.mark.exhaustive  # without processes: tests/peer/pipeline/test_hop.py
 def test_a_peer_that_leaves_says_which_microbatches_it_gives_up(pipeline, monkeypatch):
     heard, noted = Counter(), Hop.noted
@@ -159,6 +201,30 @@ def test_only_a_peer_in_touch_with_the_coordinator_moves(in_touch):
         heartbeats=SimpleNamespace(in_touch=in_touch),
     )
     assert PipelineRun._may_move.fget(run) is in_touch
+
+
+def test_a_peer_announces_that_it_serves_as_soon_as_it_does(kit):
+    """Its record is renewed each 5 s, and nobody sends it anything before that."""
+
+    async def main():
+        spawned = []
+        run = SimpleNamespace(
+            _env=SimpleNamespace(
+                spec=staged(kit),
+                me=Elector(peer_id="ann", incarnation="1"),
+                node=SimpleNamespace(transport=MemoryNetwork().transport("ann")),
+                tasks=SimpleNamespace(keep=lambda work: None, spawn=spawned.append),
+                compute=asyncio.to_thread,
+            ),
+            _stage=0,
+            bench=Workbench(),
+            ctx=SimpleNamespace(link=SimpleNamespace(pacer=unlimited())),
+            publish=object(),
+        )
+        PipelineRun._open(run, Shape(vocab_size=256, seq_len=64, width=8), ())
+        assert spawned == [run.publish]
+
+    asyncio.run(main())
 
 
 @pytest.mark.parametrize(("batch_size", "fits"), [(32, True), (1024, False)])

@@ -149,3 +149,24 @@ def test_a_peer_that_never_moved_is_rested():
     _, place = announced(placing(), 0.0)
     assert place == StagePlace()
     assert math.isfinite(place.tokens_per_s)
+
+
+def test_a_peer_whose_move_failed_is_not_named_for_that_stage_again():
+    """All decide by what it announces, so the others name another one at once."""
+    back = placing(moved=StageMove(module="stage-1", came_from="stage-2", has_failed=True))
+    place = {
+        "is_serving": True,
+        "tokens_per_s": 100.0,
+        "download_mbit_s": 100.0,
+        "device_bytes": 10**9,
+    }
+    _, failed = back.place(**place, needs=NEEDS, now_s=0.0)
+    assert failed.device_bytes < NEEDS[1].device_bytes
+    ben = record("ben", "stage-1")
+    ann = replace(record("ann", "stage-1"), place=replace(failed, came_from=""))
+    assert list(moves([ann, ben], 0.0)) == ["ben"]
+    assert moves([record("ann", "stage-1"), ben], 0.0) == moves(
+        [ben, record("ann", "stage-1")], 0.0
+    )
+    _, later = back.place(**place, needs=NEEDS, now_s=PEER_COOLDOWN_S)
+    assert later.device_bytes == 10**9

@@ -2,7 +2,7 @@
 
 import pytest
 
-from atoll.peer.pipeline.actions import AnswerPass, RunJob, SendPass
+from atoll.peer.pipeline.actions import AnswerPass, RunJob, SendPass, TakeStep
 from atoll.peer.pipeline.messages import ACCEPTED, KNOWN, MAX_RETRY_MS, refused
 from support.pipelines import GRADIENT, OUTPUT, ROWS, header, hop, of, pass_key, the
 
@@ -164,3 +164,18 @@ def test_a_peer_that_drains_is_busy_and_still_takes_returns():
     machine.drain(0.4)
     assert answer(machine, "a0", header(1), 0.5).verdict == "busy"
     assert answer(machine, "c0", back(), 0.5) == ACCEPTED
+
+
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_without_staleness_no_microbatch_waits_for_a_round(staleness):
+    """The others of the stage may lack it for that very round."""
+    machine, _ = hop(stage=2, step_microbatches=1, staleness=staleness)
+    assert answer(machine, "b0", header(stage=2)) == ACCEPTED
+    machine.received("b0", header(stage=2), OUTPUT, 0.1)
+    machine.gradient_ready(pass_key(), GRADIENT, 0.2, loss=2.5)
+    the(TakeStep, machine.finished(pass_key(), 0.3))
+    verdict = answer(machine, "b0", header(1, stage=2), 0.4).verdict
+    assert verdict == ("accepted" if staleness else "busy")
+    assert answer(machine, "b0", header(2, "evaluate", stage=2), 0.5) == ACCEPTED
+    machine.stepped(0.6)
+    assert answer(machine, "b0", header(3, stage=2), 0.7) == ACCEPTED

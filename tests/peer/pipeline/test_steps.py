@@ -27,6 +27,18 @@ def test_without_staleness_a_step_drains():
     assert one.has_room and one.version == 1
 
 
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_only_without_staleness_microbatches_wait_for_a_step(staleness):
+    one = steps(1, staleness=staleness)
+    forward(one, 0)
+    one.count(pass_key(0))
+    assert not one.stands_still
+    one.take()
+    assert one.stands_still is (staleness == 0)
+    one.taken()
+    assert not one.stands_still
+
+
 def test_an_omitted_microbatch_makes_room_for_another():
     one = steps(2)
     forward(one, 0, 1)

@@ -19,6 +19,7 @@ from atoll.peer.pipeline.carrier import Carrier, Workbench
 from atoll.peer.pipeline.hop import Hop
 from atoll.peer.pipeline.messages import Microbatch, PassKey
 from atoll.peer.training import models
+from atoll.peer.training.beside import ParameterTurns
 from atoll.peer.training.devices import Device
 from atoll.peer.training.opening import build_stage, slices_of, stage_slices
 from atoll.peer.training.permission import Allowed
@@ -99,7 +100,7 @@ class Trainer(threading.Thread):
     def __init__(self, spec, module, bench, steps):
         super().__init__(daemon=True)
         self.stopping = threading.Event()
-        self.losses, self.steps = [], steps
+        self.losses, self.tokens, self.steps = [], [], steps
         self.drawn, self.held_out = batches(spec), batches(spec, seed=6)
         self.before = self.after_step = None
         model = build_stage(spec, module, VOCAB, Allowed())
@@ -124,6 +125,7 @@ class Trainer(threading.Thread):
             except StoppedInStep:
                 return
             self.losses.append(gradient.loss)
+            self.tokens.append(gradient.tokens)
             self.learner.optimizer.step()
             self.learner.clear()
             if self.after_step is not None and self.learner.model.is_first:
@@ -285,6 +287,26 @@ def test_a_loss_that_is_not_finite_gives_its_microbatch_up_alone(monkeypatch):
     assert math.isnan(measured[0])  # none came back
     assert hops[-1].statistics().omitted == {"failed": 3}
     assert all(len(trainer.losses) == 4 for trainer in trainers)
+
+
+@pytest.mark.parametrize("num_beside", [7, pytest.param(1, marks=pytest.mark.exhaustive)])
+def test_a_step_that_is_due_while_its_trainer_waits_counts_all_since(num_beside):
+    """The other stages take as many steps as ever: without the first one they would stand still."""
+    spec = spec_of(staleness=2)
+
+    def waits(trainer):
+        learner = trainer.learner
+        if len(trainer.losses) == 1:
+            turns = ParameterTurns()
+            learner.compute_beside(turns, lambda: learner.compute.microbatches >= num_beside)
+
+    trainers, hops = trained(spec, steps=6, after_step=waits)
+    tokens = spec.inner.batch_size * spec.data.seq_len
+    usual = spec.inner.grad_accumulation
+    assert trainers[0].tokens[1] == tokens * max(usual, num_beside)
+    assert all(math.isfinite(loss) for loss in trainers[0].losses)
+    # A step of microbatches that counted in an earlier one is none.
+    assert sum(trainers[0].tokens) <= tokens * hops[0].statistics().counted
 
 
 def test_text_that_cannot_be_read_ends_the_peer():

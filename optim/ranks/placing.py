@@ -9,7 +9,7 @@ and each rank keeps its own shard. So no rank ever holds more than one whole par
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -196,9 +196,12 @@ class RankPlaces(Places):
         tree: Mapping[str, Any] = _unpacked(told)
         return tree
 
-    def load_model(self, model: nn.Module, tree: Mapping[str, Any]) -> None:
+    def load_model(
+        self, model: nn.Module, tree: Mapping[str, Any], *, but: Collection[str] = ()
+    ) -> None:
         dtensors.reshard(model)
-        own = {k: v for k, v in model.state_dict().items() if isinstance(v, Tensor)}
+        state = model.state_dict()
+        own = {k: v for k, v in state.items() if isinstance(v, Tensor) and k not in but}
         if set(own) - set(tree):
             missing = sorted(set(own) - set(tree))
             raise LayoutError(f"expected the state of this model, got one without {missing[0]}")

@@ -131,6 +131,8 @@ class RankReducer(Reducer):
         """Steps and windows of the run by position."""
         self.places: RankPlaces | None = None
         """The own values of this rank; known after `start`."""
+        self.recovers = bool(told["recovers"])
+        """True if `start` takes the parameters from a log that is stored."""
         self.begins = ranks.leads
         """True if `start` wants the model's parameters from this rank."""
         self.finished = False
@@ -398,6 +400,7 @@ def _described(inner: Led) -> dict[str, Any]:
         "method": inner.method.spec,
         "rounds": spec.run.rounds,
         "inner_steps": spec.outer.inner_steps,
+        "recovers": getattr(inner, "recovers", False),
     }
 
 

@@ -10,7 +10,7 @@ own values alone, so the same code serves both.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -99,8 +99,10 @@ class Places(Protocol):
         """Return a state that was saved, on all ranks; those that did not load it lack tensors."""
         ...
 
-    def load_model(self, model: nn.Module, tree: Mapping[str, Any]) -> None:
-        """Load what `common_tree` returned of the model's state."""
+    def load_model(
+        self, model: nn.Module, tree: Mapping[str, Any], *, but: Collection[str] = ()
+    ) -> None:
+        """Load what `common_tree` returned of the model's state, but for some names."""
         ...
 
     def load_optimizer(self, inner: torch.optim.Optimizer, tree: Mapping[str, Any]) -> None:
@@ -171,8 +173,11 @@ class WholePlaces(Places):
     def shared(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
         return state
 
-    def load_model(self, model: nn.Module, tree: Mapping[str, Any]) -> None:
-        model.load_state_dict(tree)
+    def load_model(
+        self, model: nn.Module, tree: Mapping[str, Any], *, but: Collection[str] = ()
+    ) -> None:
+        kept = {name: value for name, value in model.state_dict().items() if name in but}
+        model.load_state_dict({**kept, **tree})
 
     def load_optimizer(self, inner: torch.optim.Optimizer, tree: Mapping[str, Any]) -> None:
         inner.load_state_dict(dict(tree))

@@ -812,6 +812,11 @@ class WatchedReducer:
         return getattr(self._inner, "begins", True)
 
     @property
+    def recovers(self) -> bool:
+        """Return whether `start` takes the parameters from a log that is stored."""
+        return getattr(self._inner, "recovers", False)
+
+    @property
     def unsettled(self) -> bool:
         """Return whether a submitted contribution awaits its commit."""
         return bool(self._fragments)

@@ -10,6 +10,7 @@
         reach.json                            whether others can dial this peer
         log/                                  the last updates and snapshots
         trainer.safetensors                   inner optimizer, data position, feedback, open window
+        trainer.SAVE.RANK.safetensors         the shards of it that other ranks keep
         stage-1/, stage-1.safetensors         the same of a stage, in a pipeline
         lock                                  held while a peer runs here
         atoll.log                             the daemon's messages

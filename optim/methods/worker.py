@@ -31,6 +31,7 @@ from atoll.optim.reducer import Commit, Contribution, Reducer
 from atoll.optim.state import vectors
 from atoll.optim.state.layout import Difference, Fragment, Layout, LayoutError
 from atoll.optim.state.outer_state import is_finite
+from atoll.optim.state.parts import TensorPart, TensorParts
 from atoll.optim.state.places import Places, WholePlaces
 
 
@@ -360,6 +361,11 @@ class Worker(ABC):
         generators and the place in the data are the caller's. The first fragment's window lies at
         the top, those of others in "fragments". All ranks of a peer call this; the tensors are
         in what the first one gets, whole, so any number of ranks can load them.
+        """
+        return self.places.gathered(self.share_dict())
+
+    def share_dict(self) -> dict[str, Any]:
+        """Return what `state_dict` does, of several ranks this one's share, in parts.
 
         If the reducer takes synced from a log that is stored, it is left out here, and local is
         stored as its drift, or not at all where it is synced. A window that is saved while it is
@@ -375,7 +381,7 @@ class Worker(ABC):
             "kind": type(self).__name__,
             "layout": self.layout.to_json(),
             "model": places.common_tree({k: v for k, v in model.items() if k not in trained}),
-            "inner": places.common_tree(self.inner.state_dict()),
+            "inner": places.common_tree(self.inner.state_dict(), alike=True),
             "reducer": self.reducer.state_dict(),
             **({"synced_N": places.common(self.synced_N)} if with_synced else {}),
             **(
@@ -403,14 +409,14 @@ class Worker(ABC):
         named = self.model.named_parameters(remove_duplicate=False)
         return {name for name, param in named if param.requires_grad}
 
-    def _drift(self, index: int) -> Tensor | None:
+    def _drift(self, index: int) -> Tensor | TensorPart | None:
         """Return what local has more than synced; None if they are equal."""
         local_F, held_F = self.places.flatten(self.model, index), self._held(index)
         if self.places.all_of(torch.equal(local_F, held_F)):
             return None
         return self.places.common(local_F.sub_(held_F), index)
 
-    def _load_drift(self, drifts: Sequence[Tensor | None]) -> None:
+    def _load_drift(self, drifts: Sequence[Tensor | TensorParts | None]) -> None:
         local_N = vectors.empty(self.places.numel)
         for index, drift in enumerate(drifts):
             local_F = self._held(index)
@@ -464,7 +470,14 @@ class Worker(ABC):
         Raises:
             LayoutError: when it was taken of another model or method, or is no worker's.
         """
-        state = self.places.shared(state)
+        self.load_shared(self.places.shared(state))
+
+    def load_shared(self, state: Mapping[str, Any]) -> None:
+        """Go on where a state was taken that `Places.shared` has given to all ranks.
+
+        Raises:
+            LayoutError: as `load_state_dict`.
+        """
         if "layout" not in state:
             raise LayoutError(f"expected what state_dict gave, got only {sorted(state)}")
         kind, windows = state.get("kind"), [state, *state.get("fragments", [])]

@@ -1,7 +1,7 @@
 """The processes of a peer of several ranks: starting them, and starting them again.
 
 `atoll peer --gpus` starts a process a GPU, and watches them. When one is killed or lost, the others
-are of no use: all end, and start again from the state that the first one has saved. torchrun does
+are of no use: all end, and start again from the state that they have saved. torchrun does
 the same with `--max-restarts`, and across machines.
 
     launcher      starts and watches; holds a pipe at whose end the ranks stop, however it ends

@@ -50,6 +50,10 @@ class OneRank:
         """Return the values of all ranks, by rank, at the leader."""
         return [value]
 
+    def all_of(self, is_true: bool) -> bool:
+        """Return whether something is true on all ranks."""
+        return is_true
+
     def own_name(self, peer_id: str) -> str:
         """Return the name from which this rank's data and random numbers follow."""
         return peer_id
@@ -144,6 +148,9 @@ class SeveralRanks(OneRank):
 
     def gathered(self, value: Any) -> list[Any]:  # noqa: ANN401 - JSON
         return self.ranks.gathered(value)
+
+    def all_of(self, is_true: bool) -> bool:
+        return self.ranks.all_of(is_true)
 
     def own_name(self, peer_id: str) -> str:
         return f"{peer_id}/{self.rank} of {self.size}"

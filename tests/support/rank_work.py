@@ -1,9 +1,12 @@
 """What tests let the ranks of a peer do; a function here is named to another process."""
 
+import copy
 import os
 import signal
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -18,15 +21,18 @@ from atoll.coordinator.run.spec import RunSpec
 from atoll.optim import methods
 from atoll.optim.inprocess.group import InProcessMember
 from atoll.optim.inprocess.rounds import InProcessGroup
+from atoll.optim.methods.worker import Worker
 from atoll.optim.ranks import RankReducer, Ranks, RanksError
 from atoll.optim.ranks.residuals import RemoteResidual
 from atoll.optim.reduction.contribution import Feedback
-from atoll.optim.state.dtensors import PlacementError, put_whole_
+from atoll.optim.state.dtensors import PlacementError, local_runs, put_whole_
 from atoll.optim.state.layout import Layout
 from atoll.peer.errors import SavedStateError
 from atoll.peer.training.data import load as data
 from atoll.peer.training.ranks import OneRank, SeveralRanks
+from atoll.peer.training.shards import Saver
 from atoll.peer.training.trainer import Trainer, TrainerOptions
+from support.reducer_bench import ME, NUMEL, Bench, decided
 
 
 def model_of(width: int) -> nn.Sequential:
@@ -93,12 +99,28 @@ def layout_of_cut_parameters() -> None:
         assert torch.equal(layout.flatten(model), new_N)
         local = next(model.parameters()).to_local()
         assert local.numel() < width * width, "each rank holds a shard still"
+        for param in model.parameters():
+            expect_runs_of(param)
 
     model = sharded(width, flat)
     backward(model, width, seed=0)  # the same batch on all ranks: the mean of equal gradients
     assert torch.allclose(layout.gradient(model), grad_N, atol=1e-6)
     some = layout.gradient(model, spans)
     assert torch.equal(some, torch.cat([layout.gradient(model)[a:b] for a, b in spans]))
+
+
+def expect_runs_of(param: DTensor) -> None:
+    """Check that the runs of all ranks are the tensor, each at one rank that holds it."""
+    numbers = torch.arange(float(param.numel())).view(param.shape)
+    placed = distribute_tensor(numbers, param.device_mesh, param.placements)
+    runs = local_runs(placed)
+    own = [place for start, stop in runs for place in range(start, stop)]
+    assert own == placed.to_local().flatten().tolist()[: len(own)]
+    assert len(own) in (0, placed.to_local().numel())
+    held = torch.zeros(param.numel())
+    held[own] = 1
+    distributed.all_reduce(held)
+    assert held.eq(1).all()
 
 
 def gathered_root() -> None:
@@ -438,3 +460,93 @@ def trainers_on_ranks(folder: Path) -> None:
         assert alone.evaluate(batches=5) == pytest.approx(losses[1], abs=1e-5)
     with pytest.raises(SavedStateError, match="does not exist"):
         trainer.load(folder / "none")
+
+
+# Saves in shards
+
+SPEC = RunSpec.from_dict({"outer": {"method": "diloco"}})
+
+
+class Vector(nn.Module):
+    """Two cells and a bit, and a buffer that is each rank's own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.zeros(NUMEL))
+        self.register_buffer("seen", torch.zeros(3))
+
+
+def vector_worker(reducer) -> Worker:
+    model = Vector()
+    if distributed.is_initialized():
+        fully_shard(model, mesh=init_device_mesh("cpu", (distributed.get_world_size(),)))
+    inner = torch.optim.AdamW(model.parameters(), lr=0.25, foreach=False)
+    return reducer.method.worker(model, inner, reducer, inner_steps=2)
+
+
+def vector_step(worker) -> None:
+    worker.model.w.grad = torch.zeros_like(worker.model.w)
+    put_whole_(worker.model.w.grad, torch.linspace(-1, 1, NUMEL))
+    worker.step(tokens=100, loss=1.0)
+
+
+@contextmanager
+def ranks_of_a_run(folder: Path, position: int) -> Iterator[tuple[SeveralRanks, Worker, Bench]]:
+    """A worker of these ranks in a run whose log is at a position."""
+    ranks = SeveralRanks(Ranks(timeout_s=60))
+    bench = Bench(folder / f"log-{position}-{ranks.rank}", position=position, patience_s=0.1)
+    with closing(bench):
+        yield ranks, vector_worker(RankReducer(ranks.ranks, lambda: bench.reducer)), bench
+
+
+def save_in_shards(folder: Path) -> None:
+    """Save at a window's end and within one; the last save does not reach its end."""
+    with ranks_of_a_run(folder, 0) as (ranks, worker, bench), ThreadPoolExecutor(1) as writer:
+        bench.deliver(decided(0, ME, settles=1, included=[True] * 2))
+        saver = Saver(folder / "trainer.safetensors", ranks, run="run")
+        for number in range(4):
+            vector_step(worker)
+            saving = saver.begin(worker.share_dict(), writer)
+            if number < 3:
+                whole = copy.deepcopy(worker.state_dict())
+                saver.end(saving)
+            saving.written.result()
+        ranks.all_of(True)
+        if ranks.leads:
+            assert worker.statistics().position == 1
+            torch.save(whole, folder / "whole.pt")
+            names = {file.name.count(".") for file in folder.glob("trainer.*")}
+            assert names == {1, 2, 3}, (
+                "a shard of each save, the first's file, and what is to be it"
+            )
+
+
+def load_shards(folder: Path) -> None:
+    """Resume with these ranks from what others have saved, and save again."""
+    with ranks_of_a_run(folder, 1) as (ranks, worker, _), ThreadPoolExecutor(1) as writer:
+        saver = Saver(folder / "trainer.safetensors", ranks, run="run")
+        worker.load_shared(worker.places.shared(*saver.load()))
+        state = worker.state_dict()
+        if ranks.leads:
+            compare(loaded(folder / "whole.pt"), state)
+        saver.end(saver.begin(worker.share_dict(), writer))
+        saver.load()
+        ranks.all_of(True)
+        files = sorted(folder.glob("trainer.*"))
+        if ranks.leads:
+            assert len(files) == ranks.size
+            sizes = [file.stat().st_size / NUMEL for file in files]
+            assert sum(sizes) == pytest.approx(16, abs=0.2 * ranks.size)
+            # Drift and residual lie at one rank, since ranges are of whole cells.
+            assert max(sizes) == pytest.approx(8 + 8 / ranks.size, abs=0.3)
+            Path(files[0]).rename(folder / "elsewhere")
+        ranks.all_of(True)
+        with pytest.raises(SavedStateError, match="is on no machine of this peer"):
+            saver.load()
+        ranks.all_of(True)
+        if ranks.leads:
+            (folder / "elsewhere").write_bytes((folder / "elsewhere").read_bytes()[:-1])
+            (folder / "elsewhere").rename(files[0])
+        ranks.all_of(True)
+        with pytest.raises(SavedStateError, match="is damaged"):
+            saver.load()

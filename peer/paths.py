@@ -11,6 +11,7 @@
         log/                                  the last updates and snapshots
         trainer.safetensors                   inner optimizer, data position, feedback, open window
         trainer.SAVE.RANK.safetensors         the shards of it that other ranks keep
+        trainer.RANK.fit.safetensors          the part of a batch that was too much for a rank
         stage-1/, stage-1.safetensors         the same of a stage, in a pipeline
         lock                                  held while a peer runs here
         atoll.log                             the daemon's messages

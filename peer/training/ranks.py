@@ -37,6 +37,9 @@ class OneRank:
 
     rank, size, leads = 0, 1, True
 
+    is_cut = False
+    """True if the model is cut over the ranks."""
+
     def agreed(self, value: Any) -> Any:  # noqa: ANN401 - JSON
         """Return the leader's value, which each rank uses instead of its own."""
         return value
@@ -135,8 +138,6 @@ class SeveralRanks(OneRank):
         """Train on this rank of them."""
         self.ranks = ranks
         self.rank, self.size, self.leads = ranks.rank, ranks.size, ranks.leads
-        self.is_cut = False
-        """True if the model is cut over the ranks."""
 
     def agreed(self, value: Any) -> Any:  # noqa: ANN401 - JSON
         return self.ranks.tell(value)

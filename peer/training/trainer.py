@@ -44,12 +44,13 @@ from atoll.optim.state.layout import Fragment, Layout, LayoutError
 from atoll.optim.state.places import Places
 from atoll.peer.errors import SavedStateError
 from atoll.peer.pipeline.carrier import Workbench
-from atoll.peer.training import models
+from atoll.peer.training import models, saved
 from atoll.peer.training.data import load as data
 from atoll.peer.training.data.prefetch import Prefetched
 from atoll.peer.training.data.remarks import Remark, remarks
 from atoll.peer.training.devices import Device
-from atoll.peer.training.learner import Evaluator, Learner
+from atoll.peer.training.fit import Fit
+from atoll.peer.training.learner import Evaluator, Learner, StartSmaller
 from atoll.peer.training.opening import (
     VALID_BATCHES,
     build_model,
@@ -326,6 +327,7 @@ class Trainer:
             OSError: the state cannot be saved.
         """
         self.device.activate()
+        self._recall_fit()
         try:
             while not self._ranks.agreed(self._stopping.is_set()) and not self.finished:
                 with suppress(StoppedInStep):
@@ -363,7 +365,11 @@ class Trainer:
         if isinstance(self.learner, StageLearner):
             gradient = self.learner.gradient(step=self.schedule_step)
         else:
-            gradient = self.learner.gradient(batches, step=self.schedule_step, seed=seed)
+            try:
+                gradient = self.learner.gradient(batches, step=self.schedule_step, seed=seed)
+            except StartSmaller as smaller:
+                self._remember(smaller.fit)
+                raise
         self._rest(self.options.clock() - began_s)
         self._progress.steps += 1
         self._steps_here += 1
@@ -377,6 +383,39 @@ class Trainer:
         self._train_s += max(0.0, took_s)
         self._measure(step_s)
         self._validate_when_due()
+
+    def _remember(self, fit: Fit) -> None:
+        """Let the next start of all ranks begin with a fit."""
+        path = self._fit_path()
+        if path is not None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            tree = {"device": self.device.label, "fit": fit.to_dict()}
+            saved.save(path, tree, kind="fit", run=self.spec.digest())
+
+    def _recall_fit(self) -> None:
+        """Take the least fit that a rank remembers, on all of them."""
+        path = self._fit_path()
+        if path is None or isinstance(self.learner, StageLearner):
+            return
+        own = self.learner.fit
+        if path.exists():
+            with suppress(SavedStateError):  # it is found again
+                tree = saved.load(path, kind="fit", run=self.spec.digest())
+                if tree["device"] == self.device.label:
+                    own = Fit.least([own, Fit.from_dict(tree["fit"], self.spec.inner.batch_size)])
+        found = [
+            Fit.from_dict(plain, self.spec.inner.batch_size)
+            for plain in self._ranks.gathered(own.to_dict())
+        ]
+        agreed = self._ranks.agreed(Fit.least(found).to_dict() if found else None)
+        self.learner.use(Fit.from_dict(agreed, self.spec.inner.batch_size))
+
+    def _fit_path(self) -> Path | None:
+        """Return the file of the fit that several ranks start with; one process needs none."""
+        path = self.options.state_path
+        if path is None or self._ranks.size == 1:
+            return None
+        return path.with_name(f"{path.stem}.{self._ranks.rank}.fit{path.suffix}")
 
     def _batches(self) -> list[Tensor]:
         """Draw the batches of a step; a stage's come one by one, as the pipeline takes them."""

@@ -15,7 +15,7 @@ import torch
 from torch import distributed, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from atoll.coordinator.run.spec import RunSpec
 from atoll.optim import methods
@@ -23,12 +23,16 @@ from atoll.optim.inprocess.group import InProcessMember
 from atoll.optim.inprocess.rounds import InProcessGroup
 from atoll.optim.methods.worker import Worker
 from atoll.optim.ranks import RankReducer, Ranks, RanksError
+from atoll.optim.ranks.placing import RankPlaces
 from atoll.optim.ranks.residuals import RemoteResidual
 from atoll.optim.reduction.contribution import Feedback
 from atoll.optim.state.dtensors import PlacementError, local_runs, put_whole_
 from atoll.optim.state.layout import Layout
-from atoll.peer.errors import SavedStateError
+from atoll.peer.errors import DeviceError, SavedStateError
+from atoll.peer.training import models
 from atoll.peer.training.data import load as data
+from atoll.peer.training.fit import Fit
+from atoll.peer.training.learner import StartSmaller
 from atoll.peer.training.ranks import OneRank, SeveralRanks
 from atoll.peer.training.shards import Saver
 from atoll.peer.training.trainer import Trainer, TrainerOptions
@@ -420,6 +424,132 @@ def corpus_to_train() -> data.LocalCorpus:
 def trainer_of(reducer, ranks: OneRank) -> Trainer:
     options = TrainerOptions(peer_id="one", device="cpu", ranks=ranks)
     return Trainer(spec_to_train(), reducer, options, corpus=corpus_to_train())
+
+
+def lets_run_out_of_memory(patch: pytest.MonkeyPatch, holds: int) -> None:
+    """Let this rank's device hold so many sequences at once."""
+    loss_of = models.loss_of
+
+    def limited(model, inputs_BT, targets_BT):
+        loss = loss_of(model, inputs_BT, targets_BT)
+        if torch.is_grad_enabled() and len(inputs_BT) > holds:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+        return loss
+
+    patch.setattr(models, "loss_of", limited)
+
+
+@contextmanager
+def trainer_on_ranks(
+    folder: Path, *, cut: bool, **inner: object
+) -> Iterator[tuple[SeveralRanks, Trainer, pytest.MonkeyPatch]]:
+    """A trainer of these ranks, with its state in a folder."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("atoll.peer.training.ranks.fits", lambda *_, **__: not cut)
+        ranks = SeveralRanks(Ranks(timeout_s=60))
+        spec = spec_to_train().model_dump(mode="json")
+        spec = RunSpec.from_dict(spec | {"inner": spec["inner"] | inner})
+        options = TrainerOptions(
+            peer_id="one", device="cpu", ranks=ranks, state_path=folder / "trainer.safetensors"
+        )
+        reducer = RankReducer(ranks.ranks, member_alone)
+        yield ranks, Trainer(spec, reducer, options, corpus=corpus_to_train()), patch
+
+
+def memory_of_one_rank(folder: Path) -> None:
+    """Repeat the step on all ranks, with smaller pieces, where one of them is out of memory."""
+    with trainer_on_ranks(folder, cut=False) as (ranks, trainer, patch):
+        if ranks.rank == 1:
+            lets_run_out_of_memory(patch, 1)
+        for _ in range(3):
+            trainer.step()
+        assert trainer.learner.fit == Fit(sequences=1)
+        assert trainer.statistics().skipped_steps == 0
+        params_N = trainer.worker.layout.flatten(trainer.learner.model)
+        assert ranks.gathered(params_N.tolist())[1:] == [params_N.tolist()] * ranks.leads
+
+
+def too_little_memory(folder: Path) -> None:
+    """End where a rank cannot hold a single sequence: on all ranks with the same message."""
+    with trainer_on_ranks(folder, cut=False) as (ranks, trainer, patch):
+        if ranks.rank == 1:
+            lets_run_out_of_memory(patch, 0)
+        with pytest.raises(DeviceError, match="does not fit on cpu"):
+            trainer.step()
+
+
+def memory_of_a_shard(folder: Path) -> None:
+    """Leave the others where a rank is out of memory while they wait for its part of the model."""
+    with trainer_on_ranks(folder, cut=True) as (ranks, trainer, patch):
+        if ranks.rank == 1:
+            lets_run_out_of_memory(patch, 1)
+        # The others get torch's own error, from a collective within the model.
+        with pytest.raises(StartSmaller if ranks.rank == 1 else RuntimeError, match=r"memory|peer"):
+            trainer.run()
+
+
+def memory_is_remembered(folder: Path) -> None:
+    """Start with what the last start has found to fit."""
+    with trainer_on_ranks(folder, cut=True) as (_, trainer, patch):
+        lets_run_out_of_memory(patch, 1)
+        trainer.run()
+        assert trainer.finished and trainer.learner.fit == Fit(sequences=1)
+
+
+def scaled_trainers(folder: Path) -> None:
+    """Scale the loss alike on all ranks, also where one of them alone overflows."""
+    for cut in (False, True):
+        with trainer_on_ranks(folder, cut=cut, precision="float16") as (ranks, trainer, patch):
+            loss_of, spoils = models.loss_of, [False]
+
+            def spoiled(*given, loss_of=loss_of, spoils=spoils, ranks=ranks):
+                return loss_of(*given) * (1e38 if spoils[0] and ranks.rank == 1 else 1.0)
+
+            patch.setattr(models, "loss_of", spoiled)
+            for step in range(4):
+                spoils[0] = step == 2
+                trainer.step()
+            assert 1 <= trainer.statistics().skipped_steps < 4
+            scale = trainer.learner.state_dict()["scaler"]["scale"]
+            assert scale < 2**16
+            assert ranks.gathered(scale)[1:] == [scale] * ranks.leads
+            params_N = trainer.worker.layout.flatten(trainer.learner.model)
+            assert params_N.isfinite().all()
+            assert ranks.gathered(params_N.tolist())[1:] == [params_N.tolist()] * ranks.leads
+
+
+def trainers_on_two_hosts(folder: Path) -> None:
+    """Cut the model over the two ranks of each host, and copy it from host to host."""
+    os.environ["LOCAL_WORLD_SIZE"] = "2"
+    plain_N = None
+    for cut in (False, True):
+        with trainer_on_ranks(folder, cut=cut) as (ranks, trainer, _):
+            for _ in range(4):  # a round, and a step of the next window
+                trainer.step()
+            params_N = trainer.worker.layout.flatten(trainer.learner.model)
+            if plain_N is None:
+                plain_N = params_N
+                continue
+            assert torch.allclose(params_N, plain_N, atol=1e-5)
+            param = next(trainer.learner.model.parameters())
+            assert isinstance(param, DTensor) and param.device_mesh.shape == (2, 2)
+            assert param.placements == (Replicate(), Shard(0))
+            places = trainer.worker.places
+            assert isinstance(places, RankPlaces)
+            # What synchronises is cut over all four, whichever host they are on; one rank talks.
+            assert len(places.ranges[0]) == 4
+            assert trainer._ranks.leads is (distributed.get_rank() == 0)
+            trainer.save(folder / "trainer.safetensors")
+            ranks.all_of(True)
+            sizes = [file.stat().st_size for file in sorted(folder.glob("trainer.*.safetensors"))]
+            assert len(sizes) == 3
+            if ranks.leads:  # one host's ranks alone save the moments, which both have
+                alone = trainer_of(member_alone(), OneRank())
+                alone.load(folder / "trainer.safetensors")
+                found_N = alone.worker.layout.flatten(alone.learner.model)
+                assert torch.equal(found_N, params_N)
+            moments = trainer.learner.optimizer.state[param]["exp_avg"]
+            assert bool(local_runs(moments)) is (distributed.get_rank() < 2)
 
 
 def member_alone() -> InProcessMember:

@@ -9,7 +9,9 @@
         tokenizer.json                        the run's tokenizer, if it travelled with the run
         reach.json                            whether others can dial this peer
         log/                                  the last updates and snapshots
-        trainer.safetensors                   parameters, inner optimizer, data position, feedback
+        trainer.safetensors                   inner optimizer, data position, feedback, open window
+        trainer.SAVE.RANK.safetensors         the shards of it that other ranks keep
+        trainer.RANK.fit.safetensors          the part of a batch that was too much for a rank
         stage-1/, stage-1.safetensors         the same of a stage, in a pipeline
         lock                                  held while a peer runs here
         atoll.log                             the daemon's messages
@@ -88,7 +90,7 @@ class PeerPaths:
         return self.root / (module or "log")
 
     def trainer(self, module: str = "") -> Path:
-        """Trainer's state of a module: parameters, inner optimizer, data position, feedback."""
+        """Trainer's state of a module, as far as the log does not give it."""
         return self.root / f"{module or 'trainer'}.safetensors"
 
     @property

@@ -39,6 +39,8 @@ class CO2(Worker):
     owed     deltas that were left out of their entry; they are in the next one
     """
 
+    saves_drift: ClassVar[bool] = False
+
     def _restart(self) -> None:
         self._start_N: Tensor = self.places.held(self.model, self.synced_N)
         self._sent_N: Tensor = torch.zeros_like(self.synced_N)

@@ -31,6 +31,7 @@ from atoll.optim.reducer import Commit, Contribution, Reducer
 from atoll.optim.state import vectors
 from atoll.optim.state.layout import Difference, Fragment, Layout, LayoutError
 from atoll.optim.state.outer_state import is_finite
+from atoll.optim.state.parts import TensorPart, TensorParts
 from atoll.optim.state.places import Places, WholePlaces
 
 
@@ -154,6 +155,9 @@ class Worker(ABC):
 
     sends_gradients: ClassVar[bool] = False
     """True if the inner optimizer never steps: commits alone move the parameters."""
+
+    saves_drift: ClassVar[bool] = True
+    """True if local moves along with synced, so that its distance from there is what to save."""
 
     def __init__(
         self,
@@ -358,15 +362,33 @@ class Worker(ABC):
         the top, those of others in "fragments". All ranks of a peer call this; the tensors are
         in what the first one gets, whole, so any number of ranks can load them.
         """
-        places = self.places
-        first, *others = [self._window_state(index) for index in range(len(self._windows))]
+        return self.places.gathered(self.share_dict())
+
+    def share_dict(self) -> dict[str, Any]:
+        """Return what `state_dict` does, of several ranks this one's share, in parts.
+
+        If the reducer takes synced from a log that is stored, it is left out here, and local is
+        stored as its drift, or not at all where it is synced. A window that is saved while it is
+        open then continues to the rounding of one addition.
+        """
+        places, with_synced = self.places, self._saves_synced()
+        saves_drift = self.saves_drift and not with_synced
+        first, *others = [
+            self._window_state(index, whole=with_synced) for index in range(len(self._windows))
+        ]
+        model, trained = self.model.state_dict(), self._trained() if saves_drift else ()
         return {
             "kind": type(self).__name__,
             "layout": self.layout.to_json(),
-            "model": places.common_tree(self.model.state_dict()),
-            "inner": places.common_tree(self.inner.state_dict()),
+            "model": places.common_tree({k: v for k, v in model.items() if k not in trained}),
+            "inner": places.common_tree(self.inner.state_dict(), alike=True),
             "reducer": self.reducer.state_dict(),
-            "synced_N": places.common(self.synced_N),
+            **({"synced_N": places.common(self.synced_N)} if with_synced else {}),
+            **(
+                {"drift": [self._drift(i) for i in range(len(self._windows))]}
+                if saves_drift
+                else {}
+            ),
             "inner_steps": self.inner_steps,
             "delay": self.delay,
             "statistics": vars(self._statistics)
@@ -377,10 +399,39 @@ class Worker(ABC):
             **self._own_state(),
         }
 
-    def _window_state(self, index: int) -> dict[str, Any]:
+    def _saves_synced(self) -> bool:
+        """Return whether a restart could not have synced from the reducer."""
+        # The log is already beyond what commits that came early will move.
+        return bool(self._arrived) or not getattr(self.reducer, "recovers", False)
+
+    def _trained(self) -> set[str]:
+        """Return the names of the parameters that sync, as the model's state has them."""
+        named = self.model.named_parameters(remove_duplicate=False)
+        return {name for name, param in named if param.requires_grad}
+
+    def _drift(self, index: int) -> Tensor | TensorPart | None:
+        """Return what local has more than synced; None if they are equal."""
+        local_F, held_F = self.places.flatten(self.model, index), self._held(index)
+        if self.places.all_of(torch.equal(local_F, held_F)):
+            return None
+        return self.places.common(local_F.sub_(held_F), index)
+
+    def _load_drift(self, drifts: Sequence[Tensor | TensorParts | None]) -> None:
+        local_N = vectors.empty(self.places.numel)
+        for index, drift in enumerate(drifts):
+            local_F = self._held(index)
+            if drift is not None:
+                local_F = local_F + self.places.own(drift, index)
+            self.fragments[index].put_cut_(local_N, local_F)
+        self.places.load_(self.model, local_N)
+
+    def _window_state(self, index: int, *, whole: bool) -> dict[str, Any]:
         state, places = self._windows[index].state_dict(), self.places
         state["tokens"] = places.total(state["tokens"])
         if (pending := state["pending"]) is not None:
+            if not whole:
+                # What was on offer is left out by a restart, so nothing is subtracted from local.
+                pending["local_N"] = None
             if pending["local_N"] is not None:
                 pending["local_N"] = places.common(pending["local_N"], index)
             pending["tokens"] = places.total(pending["tokens"])
@@ -419,7 +470,14 @@ class Worker(ABC):
         Raises:
             LayoutError: when it was taken of another model or method, or is no worker's.
         """
-        state = self.places.shared(state)
+        self.load_shared(self.places.shared(state))
+
+    def load_shared(self, state: Mapping[str, Any]) -> None:
+        """Go on where a state was taken that `Places.shared` has given to all ranks.
+
+        Raises:
+            LayoutError: as `load_state_dict`.
+        """
         if "layout" not in state:
             raise LayoutError(f"expected what state_dict gave, got only {sorted(state)}")
         kind, windows = state.get("kind"), [state, *state.get("fragments", [])]
@@ -434,9 +492,15 @@ class Worker(ABC):
                 "expected the state of this model, got that of another layout; the first "
                 f"parameter that differs: {self.layout.difference(saved)}"
             )
-        self.places.load_model(self.model, state["model"])
+        drifts = state.get("drift")
+        self.places.load_model(
+            self.model, state["model"], but=self._trained() if drifts is not None else ()
+        )
         self.places.load_optimizer(self.inner, state["inner"])
-        self._synced = self._cut(self.places.own(state["synced_N"]).clone())
+        if "synced_N" in state:
+            self._synced = self._cut(self.places.own(state["synced_N"]).clone())
+        if drifts is not None:
+            self._load_drift(drifts)
         self.inner_steps, self.delay = state["inner_steps"], state["delay"]
         for index, saved in enumerate(windows):
             self._load_window(index, saved)

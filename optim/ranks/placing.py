@@ -9,7 +9,9 @@ and each rank keeps its own shard. So no rank ever holds more than one whole par
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,8 +21,17 @@ from torch.optim import Optimizer
 from atoll.optim.methods import loops
 from atoll.optim.ranks.ranges import Range, ranges
 from atoll.optim.ranks.ranks import Message, Ranks
-from atoll.optim.state import dtensors, vectors
+from atoll.optim.state import dtensors, parts, vectors
 from atoll.optim.state.layout import Fragment, Layout, LayoutError
+from atoll.optim.state.parts import (
+    Run,
+    TensorPart,
+    TensorParts,
+    as_whole,
+    expect_all,
+    mapped,
+    parts_of,
+)
 from atoll.optim.state.places import Places, Rule
 
 Spans = tuple[tuple[int, int], ...]
@@ -145,60 +156,139 @@ class RankPlaces(Places):
 
     # saving and loading
 
-    def common(self, values: Tensor, index: int | None = None) -> Tensor:
-        found = self._ranks.gather(Message(tensors=[values]))
-        if not found:
-            return torch.empty(0)
-        if index is not None:
-            return vectors.cat([message.tensors[0] for message in found])
-        values_N = vectors.empty(self._layout.numel)
-        for rank, message in enumerate(found):
-            starts, (own,) = self._starts_of(rank), message.tensors
-            for each, by_rank in enumerate(self.ranges):
-                at = starts[each]
-                for start, stop in by_rank[rank].spans:
-                    values_N[start:stop] = own[at : at + stop - start]
-                    at += stop - start
-        return values_N
+    def common(self, values: Tensor, index: int | None = None) -> TensorPart:
+        runs = self._runs_of(index)
+        numel = self._layout.numel if index is None else self._fragments[index].numel
+        return TensorPart(values=values, runs=runs, shape=(numel,))
 
-    def own(self, values: Tensor, index: int | None = None) -> Tensor:
+    def own(self, values: Tensor | TensorParts, index: int | None = None) -> Tensor:
+        if isinstance(values, TensorParts):
+            return self._taken(values, self._runs_of(index))
         return self.scatter(values if self._ranks.leads else None, index)
 
-    def common_pieces(self, included: Tensor, index: int) -> Tensor:
-        found = self._ranks.gather(Message(tensors=[included]))
-        return torch.cat([m.tensors[0] for m in found]) if found else included
+    def common_pieces(self, included: Tensor, index: int) -> TensorPart:
+        pieces = self._own(index).pieces
+        return TensorPart(
+            values=included,
+            runs=((pieces.start, pieces.stop),),
+            shape=(len(self._fragments[index].pieces),),
+        )
 
-    def own_pieces(self, included: Tensor, index: int) -> Tensor:
+    def own_pieces(self, included: Tensor | TensorParts, index: int) -> Tensor:
+        if isinstance(included, TensorParts):
+            pieces = self._own(index).pieces
+            return self._taken(included, ((pieces.start, pieces.stop),))
         messages = [Message(tensors=[included[each.pieces]]) for each in self.ranges[index]]
         return self._ranks.tell_each(messages if self._ranks.leads else None).tensors[0]
 
-    def common_tree(self, tree: Mapping[str, Any]) -> dict[str, Any]:
-        whole: dict[str, Any] = self._common(tree)
-        return whole
+    def _runs_of(self, index: int | None) -> tuple[Run, ...]:
+        """Return the runs of own values in the layout's vector, or in that of one fragment."""
+        if index is not None:
+            values = self._own(index).values
+            return ((values.start, values.stop),)
+        return tuple(run for each in range(len(self.fragments)) for run in self._own(each).spans)
 
-    def _common(self, node: Any) -> Any:  # noqa: ANN401 - a tree of anything
+    def common_tree(self, tree: Mapping[str, Any], *, alike: bool = False) -> dict[str, Any]:
+        share: dict[str, Any] = self._share(tree, alike)
+        return share
+
+    def _share(self, node: Any, alike: bool) -> Any:  # noqa: ANN401 - a tree of anything
         if isinstance(node, Tensor):
-            is_cut = dtensors.is_dtensor(node)
-            whole = dtensors.whole(node)
-            if not self._ranks.leads:
-                return torch.empty(0)
-            return whole.cpu() if is_cut else whole
+            if dtensors.is_dtensor(node):
+                runs = dtensors.local_runs(node)
+                local = node.to_local().reshape(-1)
+                return TensorPart(
+                    values=local if runs else local[:0], runs=runs, shape=tuple(node.shape)
+                )
+            if alike and node.dim():
+                rank, size, numel = self._ranks.rank, self._ranks.size, node.numel()
+                start, stop = numel * rank // size, numel * (rank + 1) // size
+                values = node.reshape(-1)[start:stop]
+                return TensorPart(values=values, runs=((start, stop),), shape=tuple(node.shape))
+            return node if self._ranks.leads else torch.empty(0)
         if isinstance(node, Mapping):
-            return {key: self._common(value) for key, value in node.items()}
+            return {key: self._share(value, alike) for key, value in node.items()}
         if isinstance(node, list | tuple):
-            return type(node)(self._common(value) for value in node)
+            return type(node)(self._share(value, alike) for value in node)
         return node
 
-    def shared(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
-        told = self._ranks.tell(_packed(state) if self._ranks.leads else None)
-        if self._ranks.leads:
-            return state
-        tree: Mapping[str, Any] = _unpacked(told)
+    def gathered(self, tree: Mapping[str, Any]) -> dict[str, Any]:
+        whole: dict[str, Any] = mapped(tree, self._gathered)
+        return whole
+
+    def _gathered(self, part: TensorPart) -> Tensor:
+        runs = torch.tensor(part.runs, dtype=torch.int64).reshape(-1, 2)
+        found = self._ranks.gather(Message(tensors=[part.values.detach().cpu(), runs]))
+        if not found:
+            return torch.empty(0)
+        parts = [
+            TensorPart(
+                values=message.tensors[0],
+                runs=tuple((start, stop) for start, stop in message.tensors[1].tolist()),
+                shape=part.shape,
+            )
+            for message in found
+        ]
+        return as_whole(parts)
+
+    def shared(
+        self, state: Mapping[str, Any], shards: Mapping[int, Sequence[TensorPart]] | None = None
+    ) -> Mapping[str, Any]:
+        ranks = self._ranks
+        read = dict(shards or {}) | ({0: parts_of(state)} if ranks.leads else {})
+        described = {str(shard): list(map(_described, some)) for shard, some in read.items()}
+        found = ranks.gathered(described)
+        told: dict[str, Any] | None = None
+        with ranks.leading():
+            if ranks.leads:
+                sources = [(rank, s, each[s]) for rank, each in enumerate(found) for s in each]
+                if len({len(some) for _, _, some in sources}) > 1:
+                    raise LayoutError(
+                        "expected shards that are one state together, got parts of others"
+                    )
+                told = {"state": _packed(state), "sources": sources}
+        told = ranks.tell(told)
+        assert told is not None, "the leader has it"
+        by_tensor = zip(
+            *(
+                [(rank, shard, n, each) for n, each in enumerate(some)]
+                for rank, shard, some in told["sources"]
+            ),
+            strict=True,
+        )
+        tensors = []
+        for of_tensor in by_tensor:
+            kept = tuple(
+                (rank, read[int(shard)][n] if rank == ranks.rank else _undescribed(each))
+                for rank, shard, n, each in of_tensor
+            )
+            expect_all([part for _, part in kept])
+            tensors.append(TensorParts(parts=kept))
+        each_tensor = iter(tensors)
+        tree: Mapping[str, Any] = _unpacked(told["state"], each_tensor)
+        if ranks.leads:
+            each_tensor = iter(tensors)
+            tree = mapped(state, lambda part: next(each_tensor))
         return tree
 
-    def load_model(self, model: nn.Module, tree: Mapping[str, Any]) -> None:
+    def _taken(self, saved: TensorParts, runs: Sequence[Run]) -> Tensor:
+        """Return the values of some runs of a tensor that ranks have read; all ranks take some."""
+        taken = parts.empty(sum(stop - start for start, stop in runs), saved.dtype)
+        for rank, part in saved.parts:
+            numel = sum(stop - start for start, stop in part.runs)
+            values = torch.empty(numel, dtype=saved.dtype)
+            if rank == self._ranks.rank:
+                values = part.values.detach().cpu().contiguous()
+            self._ranks.broadcast_(values, rank)
+            parts.copy_common_(taken, runs, replace(part, values=values))
+        return taken
+
+    def load_model(
+        self, model: nn.Module, tree: Mapping[str, Any], *, but: Collection[str] = ()
+    ) -> None:
         dtensors.reshard(model)
-        own = {k: v for k, v in model.state_dict().items() if isinstance(v, Tensor)}
+        state = model.state_dict()
+        own = {k: v for k, v in state.items() if isinstance(v, Tensor) and k not in but}
         if set(own) - set(tree):
             missing = sorted(set(own) - set(tree))
             raise LayoutError(f"expected the state of this model, got one without {missing[0]}")
@@ -217,14 +307,16 @@ class RankPlaces(Places):
         params = [param for group in optimizer.param_groups for param in group["params"]]
         state = {
             number: {
-                name: self._shard(value, params[number]) if isinstance(value, Tensor) else value
+                name: self._shard(value, params[number])
+                if isinstance(value, Tensor | TensorParts)
+                else value
                 for name, value in values.items()
             }
             for number, values in saved["state"].items()
         }
         return {**saved, "state": state}
 
-    def _shard(self, saved: Tensor, param: Tensor) -> Tensor:
+    def _shard(self, saved: Tensor | TensorParts, param: Tensor) -> Tensor:
         values = self._spread(saved)
         is_count = values.dim() == 0 and param.dim() > 0
         if not dtensors.is_dtensor(param) or is_count:
@@ -238,8 +330,10 @@ class RankPlaces(Places):
         dtensors.put_whole_(shard, values)
         return shard
 
-    def _spread(self, saved: Tensor) -> Tensor:
-        """Give all ranks a tensor of the leader; the others know its shape."""
+    def _spread(self, saved: Tensor | TensorParts) -> Tensor:
+        """Give all ranks a tensor of the leader, of which the others know the shape, or of all."""
+        if isinstance(saved, TensorParts):
+            return self._taken(saved, ((0, math.prod(saved.shape)),)).view(saved.shape)
         here = torch.empty_like(saved, device="cpu")  # elsewhere than at the leader it has none
         values = saved.detach().cpu().contiguous() if self._ranks.leads else here
         self._ranks.broadcast_(values, 0)
@@ -248,6 +342,8 @@ class RankPlaces(Places):
 
 def _packed(node: Any) -> Any:  # noqa: ANN401 - a tree of anything
     """Return a tree as JSON, of each tensor its dtype and shape."""
+    if isinstance(node, TensorPart):
+        return {"parts": None}
     if isinstance(node, Tensor):
         return {"tensor": [str(node.dtype).removeprefix("torch."), list(node.shape)]}
     if isinstance(node, bytes | bytearray):
@@ -261,17 +357,34 @@ def _packed(node: Any) -> Any:  # noqa: ANN401 - a tree of anything
     return node
 
 
-def _unpacked(node: Any) -> Any:  # noqa: ANN401 - a tree of anything
-    """Return the tree of `_packed`, with tensors that have no values."""
+def _described(part: TensorPart) -> list[Any]:
+    """Return a part as JSON, without its values."""
+    dtype = str(part.values.dtype).removeprefix("torch.")
+    return [dtype, list(map(list, part.runs)), list(part.shape)]
+
+
+def _undescribed(described: Sequence[Any]) -> TensorPart:
+    dtype, runs, shape = described
+    return TensorPart(
+        values=torch.empty(0, dtype=getattr(torch, dtype)),
+        runs=tuple((start, stop) for start, stop in runs),
+        shape=tuple(shape),
+    )
+
+
+def _unpacked(node: Any, tensors: Iterator[TensorParts]) -> Any:  # noqa: ANN401 - a tree of anything
+    """Return the tree of `_packed`, with tensors that have no values, and those in parts."""
     if isinstance(node, list):
-        return [_unpacked(value) for value in node]
+        return [_unpacked(value, tensors) for value in node]
     if not isinstance(node, dict):
         return node
     ((kind, content),) = node.items()
+    if kind == "parts":
+        return next(tensors)
     if kind == "tensor":
         return torch.empty(content[1], dtype=getattr(torch, content[0]), device="meta")
     if kind == "bytes":
         return bytes.fromhex(content)
     if kind == "tuple":
-        return tuple(_unpacked(value) for value in content)
-    return {key: _unpacked(value) for key, value in content}
+        return tuple(_unpacked(value, tensors) for value in content)
+    return {key: _unpacked(value, tensors) for key, value in content}

@@ -17,7 +17,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -34,8 +34,8 @@ from atoll.optim.ranks.residuals import RemoteResidual, Settlement
 from atoll.optim.reducer import Commit, Contribution, Reducer, Residual, Settle
 from atoll.optim.reduction.contribution import Feedback, Offer
 from atoll.optim.schedules import Stair, Timetable
-from atoll.optim.state import vectors
 from atoll.optim.state.layout import Fragment, Layout
+from atoll.optim.state.parts import TensorPart, TensorParts
 
 
 class Led(Reducer, Protocol):
@@ -131,6 +131,8 @@ class RankReducer(Reducer):
         """Steps and windows of the run by position."""
         self.places: RankPlaces | None = None
         """The own values of this rank; known after `start`."""
+        self.recovers = bool(told["recovers"])
+        """True if `start` takes the parameters from a log that is stored."""
         self.begins = ranks.leads
         """True if `start` wants the model's parameters from this rank."""
         self.finished = False
@@ -143,6 +145,8 @@ class RankReducer(Reducer):
         self._ledger: deque[Settlement] = deque()
         self._remote: list[RemoteResidual] = []
         self._feedback: list[Feedback] = []
+        self._loaded: list[Tensor] = []
+        """Own values of saved residuals, while a state is loaded."""
         self._offers: dict[int, Offer] = {}
         """This rank's share of what is on offer, by fragment."""
         self._latest_R: Tensor | None = None
@@ -240,30 +244,45 @@ class RankReducer(Reducer):
             self._inner.close()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the leader's reducer's state, with the residuals of all ranks; at the leader.
+        """Return the leader's reducer's state with its part of the residuals, elsewhere the part.
 
         Raises:
             GroupError: a contribution is on offer in a group of one process.
         """
         assert self.places is not None
         self._settled_weight(None, 0, 0)
-        for remote, feedback, fragment in zip(
-            self._remote, self._feedback, self._fragments, strict=True
-        ):
-            found = self._ranks.gather(Message(tensors=[feedback.mass_N]))
-            if found:
-                remote.mass_N = vectors.cat([message.tensors[0] for message in found])
-                assert remote.mass_N.numel() in (0, fragment.numel)
-        return self._inner.state_dict() if self._inner is not None else {}
+        masses = list[TensorPart]()
+        for index, feedback in enumerate(self._feedback):
+            mass_R, kept = feedback.mass_N, feedback.beta > 0
+            masses.append(
+                self.places.common(mass_R, index)
+                if kept
+                else TensorPart(values=mass_R, runs=(), shape=(0,))
+            )
+        if self._inner is None:
+            return {"residuals": masses}
+        for remote, mass in zip(self._remote, masses, strict=True):
+            remote.mass = mass
+        state = self._inner.state_dict()
+        for remote in self._remote:
+            remote.mass = torch.empty(0)  # the next step replaces what is saved now
+        return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue where `state_dict` was taken, by any number of ranks."""
+        assert self.places is not None
+        masses = list(_residuals_in(state))
+        self._loaded = [
+            self.places.own(mass, index) if math.prod(mass.shape) else torch.empty(0)
+            for index, mass in enumerate(masses)
+        ]
         with self._ranks.leading(self._stop):
             if self._inner is not None:
-                self._inner.load_state_dict(state)
+                self._inner.load_state_dict(_without_residuals(state))
                 self._inner.await_residuals()
         self._offers.clear()
         self._share_news()
+        self._loaded = []
 
     def _stop(self) -> None:
         """End the leader's wait: a rank is gone, and nothing can be trained without it."""
@@ -379,6 +398,7 @@ class RankReducer(Reducer):
             told.tensors,
             self._feedback,
             self._offers,
+            self._loaded,
             with_update=self._needs_update,
         )
 
@@ -386,6 +406,28 @@ class RankReducer(Reducer):
     def _needs_update(self) -> bool:
         """Return whether losses are measured against the update that all peers apply."""
         return self.method.reduction == "low-rank"
+
+
+def _residuals_in(node: Any) -> Iterator[Tensor | TensorParts]:  # noqa: ANN401 - a tree of anything
+    """Yield the residuals in the state of any reducer, by fragment."""
+    if isinstance(node, Mapping):
+        for key, value in node.items():
+            yield from [value] if key == "mass_N" else _residuals_in(value)
+    elif isinstance(node, list | tuple):
+        for value in node:
+            yield from _residuals_in(value)
+
+
+def _without_residuals(node: Any) -> Any:  # noqa: ANN401 - a tree of anything
+    """Return the state without them: the ranks have taken their own."""
+    if isinstance(node, Mapping):
+        return {
+            key: torch.empty(0) if key == "mass_N" else _without_residuals(value)
+            for key, value in node.items()
+        }
+    if isinstance(node, list | tuple):
+        return type(node)(map(_without_residuals, node))
+    return node
 
 
 def _described(inner: Led) -> dict[str, Any]:
@@ -398,6 +440,7 @@ def _described(inner: Led) -> dict[str, Any]:
         "method": inner.method.spec,
         "rounds": spec.run.rounds,
         "inner_steps": spec.outer.inner_steps,
+        "recovers": getattr(inner, "recovers", False),
     }
 
 

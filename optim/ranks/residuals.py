@@ -19,6 +19,7 @@ from atoll.compression.sparse import Sparse
 from atoll.optim.ranks.placing import RankPlaces
 from atoll.optim.reducer import Residual
 from atoll.optim.reduction.contribution import Feedback, Offer
+from atoll.optim.state.parts import TensorPart
 from atoll.optim.state.updates import Update, dense
 
 
@@ -40,7 +41,7 @@ class Settlement:
     """First value of a credit."""
 
     values: Update | None = None
-    """The update of a settlement that needs it, a credit, or the residual to load."""
+    """The update of a settlement that needs it, or a credit."""
 
     def write_to(self, residual: Residual) -> None:
         """Write it down once more, as it came from another process."""
@@ -53,8 +54,8 @@ class RemoteResidual:
 
     def __init__(self, fragment: int, ledger: deque[Settlement]) -> None:
         """Write down what becomes of it."""
-        self.mass_N = torch.empty(0)
-        """Return the residuals of all ranks, to be saved."""
+        self.mass: Tensor | TensorPart = torch.empty(0)
+        """The leader's part of it, to be saved."""
         self._fragment, self.ledger = fragment, ledger
 
     def offer(self, delta: object, weight: float) -> Offer:
@@ -77,10 +78,10 @@ class RemoteResidual:
         self._write("reset")
 
     def state_dict(self) -> dict[str, Any]:
-        return {"mass_N": self.mass_N}
+        return {"mass_N": self.mass}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._write("load", values=state["mass_N"])
+        self._write("load")
 
     def _write(self, kind: str, **fields: Any) -> None:  # noqa: ANN401 - of a settlement
         self.ledger.append(Settlement(kind=kind, fragment=self._fragment, **fields))
@@ -101,10 +102,6 @@ def cut(
             if with_update:
                 assert entry.values is not None
                 tensors.append(dense(entry.values)[start:stop])
-        elif entry.kind == "load":
-            assert isinstance(entry.values, Tensor)
-            # A method without feedback keeps none.
-            tensors.append(entry.values[start:stop] if entry.values.numel() else entry.values)
         elif entry.kind == "credit":
             assert entry.values is not None
             at, lost = _clipped(entry.values, entry.at, start, stop)
@@ -119,10 +116,14 @@ def apply(
     tensors: Sequence[Tensor],
     feedback: Sequence[Feedback],
     offers: dict[int, Offer],
+    loaded: Sequence[Tensor],
     *,
     with_update: bool,
 ) -> list[Tensor]:
-    """Do what `cut` described; return the tensors that it did not use."""
+    """Do what `cut` described; return the tensors that it did not use.
+
+    A residual to load is the one in `loaded`: each rank has taken its own.
+    """
     left = deque(tensors)
     for field in fields:
         residual = feedback[field["fragment"]]
@@ -140,7 +141,7 @@ def apply(
             length = residual.numel if field["sparse"] else field["at"] + first.numel()
             residual.owner_credit(slice(field["at"], length), lost)
         elif field["kind"] == "load":
-            residual.load_state_dict({"mass_N": left.popleft()})
+            residual.load_state_dict({"mass_N": loaded[field["fragment"]]})
         else:
             residual.reset()
     return list(left)

@@ -9,9 +9,11 @@ combinations of them over a mesh of several dimensions, as in HSDP.
 
 from __future__ import annotations
 
+import math
 import sys
 from typing import TYPE_CHECKING, Any, TypeGuard, cast
 
+import torch
 from torch import Tensor, nn
 
 if TYPE_CHECKING:
@@ -39,6 +41,54 @@ def whole(tensor: Tensor) -> Tensor:
         return tensor
     _expect_values(tensor)
     return tensor.full_tensor()
+
+
+def local_runs(tensor: DTensor) -> tuple[tuple[int, int], ...]:
+    """Return the runs of a tensor, as it lies flat, that this rank holds and no rank before it.
+
+    Raises:
+        PlacementError: its ranks hold partial sums.
+    """
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+
+    _expect_values(tensor)
+    mesh, everywhere = tensor.device_mesh, [Replicate()] * tensor.device_mesh.ndim
+    coordinate = mesh.get_coordinate()
+    if coordinate is None or any(
+        place and placement.is_replicate()
+        for place, placement in zip(coordinate, tensor.placements, strict=True)
+    ):
+        return ()  # another rank holds the same
+    places_M = torch.zeros(1, dtype=torch.int64)
+    inner, is_one_run = 1, True
+    for dim in reversed(range(tensor.dim())):
+        # The rows of a dimension are cut as a vector of its length would be.
+        cuts = [Shard(0) if each.is_shard(dim) else Replicate() for each in tensor.placements]
+        every = torch.arange(tensor.shape[dim], device=tensor.to_local().device)
+        own = DTensor.from_local(every, mesh, everywhere, run_check=False)
+        rows = own.redistribute(mesh, cuts).to_local().cpu()
+        if is_one_run and len(rows) == tensor.shape[dim]:
+            inner *= len(rows)
+            continue
+        is_one_run = False
+        places_M = (rows[:, None] * (inner_stride(tensor, dim) // inner) + places_M).flatten()
+    return _runs_of(places_M, inner)
+
+
+def inner_stride(tensor: Tensor, dim: int) -> int:
+    """Return how many values a step along a dimension passes, as the tensor lies flat."""
+    return math.prod(tensor.shape[dim + 1 :])
+
+
+def _runs_of(places_M: Tensor, width: int) -> tuple[tuple[int, int], ...]:
+    """Return the runs of rising places, each of so many values."""
+    if not places_M.numel():
+        return ()
+    ends = (torch.diff(places_M) != 1).nonzero().flatten()
+    first = torch.cat([places_M[:1], places_M[ends + 1]])
+    last = torch.cat([places_M[ends], places_M[-1:]])
+    pairs = zip(first.tolist(), last.tolist(), strict=True)
+    return tuple((start * width, (stop + 1) * width) for start, stop in pairs)
 
 
 def put_whole_(tensor: Tensor, values: Tensor) -> None:

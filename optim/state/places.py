@@ -10,7 +10,7 @@ own values alone, so the same code serves both.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -18,7 +18,8 @@ from torch import Tensor, nn
 
 from atoll.compression import staging
 from atoll.optim.state import dtensors
-from atoll.optim.state.layout import Fragment, Layout
+from atoll.optim.state.layout import Fragment, Layout, LayoutError
+from atoll.optim.state.parts import TensorPart, TensorParts, as_whole, mapped, parts_of
 
 Rule = Callable[..., None]
 """rule(local, *values) changes local value by value."""
@@ -75,32 +76,54 @@ class Places(Protocol):
         """Return a count such that all ranks' together are the total."""
         ...
 
-    def common(self, values: Tensor, index: int | None = None) -> Tensor:
-        """Return all ranks' own values, in the order of the vector, where state is saved."""
+    def common(self, values: Tensor, index: int | None = None) -> Tensor | TensorPart:
+        """Return own values as what is saved of them: a part of all ranks'."""
         ...
 
-    def own(self, values: Tensor, index: int | None = None) -> Tensor:
-        """Return the own values of what `common` returned."""
+    def own(self, values: Tensor | TensorParts, index: int | None = None) -> Tensor:
+        """Return the own values of what was saved."""
         ...
 
-    def common_pieces(self, included: Tensor, index: int) -> Tensor:
-        """Return a bool a piece of the fragment, given one for each own piece."""
+    def common_pieces(self, included: Tensor, index: int) -> Tensor | TensorPart:
+        """Return the bools of own pieces as what is saved of them."""
         ...
 
-    def own_pieces(self, included: Tensor, index: int) -> Tensor:
+    def own_pieces(self, included: Tensor | TensorParts, index: int) -> Tensor:
         """Return the bools of the own pieces."""
         ...
 
-    def common_tree(self, tree: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the state of a module or an optimizer without shards, where state is saved."""
+    def common_tree(self, tree: Mapping[str, Any], *, alike: bool = False) -> dict[str, Any]:
+        """Return this rank's share of the state of a module or an optimizer.
+
+        Args:
+            tree: the state; shards in it become parts.
+            alike: whether whole tensors are the same on all ranks, so that each saves a part. Else
+                the first one saves them.
+        """
         ...
 
-    def shared(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return a state that was saved, on all ranks; those that did not load it lack tensors."""
+    def gathered(self, tree: Mapping[str, Any]) -> dict[str, Any]:
+        """Return a state with whole tensors at the first rank, given all ranks' shares of it."""
         ...
 
-    def load_model(self, model: nn.Module, tree: Mapping[str, Any]) -> None:
-        """Load what `common_tree` returned of the model's state."""
+    def shared(
+        self, state: Mapping[str, Any], shards: Mapping[int, Sequence[TensorPart]] | None = None
+    ) -> Mapping[str, Any]:
+        """Return a saved state on all ranks; most tensors in it have no values.
+
+        Args:
+            state: what the first rank has saved, at the first one; elsewhere it is ignored.
+            shards: parts of other ranks that were read here, by rank.
+
+        Raises:
+            LayoutError: the shards are not of one state.
+        """
+        ...
+
+    def load_model(
+        self, model: nn.Module, tree: Mapping[str, Any], *, but: Collection[str] = ()
+    ) -> None:
+        """Load what `common_tree` returned of the model's state, but for some names."""
         ...
 
     def load_optimizer(self, inner: torch.optim.Optimizer, tree: Mapping[str, Any]) -> None:
@@ -156,23 +179,39 @@ class WholePlaces(Places):
     def common(self, values: Tensor, index: int | None = None) -> Tensor:
         return values
 
-    def own(self, values: Tensor, index: int | None = None) -> Tensor:
+    def own(self, values: Tensor | TensorParts, index: int | None = None) -> Tensor:
+        assert isinstance(values, Tensor), "one process has put the parts together"
         return values
 
     def common_pieces(self, included: Tensor, index: int) -> Tensor:
         return included
 
-    def own_pieces(self, included: Tensor, index: int) -> Tensor:
+    def own_pieces(self, included: Tensor | TensorParts, index: int) -> Tensor:
+        assert isinstance(included, Tensor), "one process has put the parts together"
         return included
 
-    def common_tree(self, tree: Mapping[str, Any]) -> dict[str, Any]:
+    def common_tree(self, tree: Mapping[str, Any], *, alike: bool = False) -> dict[str, Any]:
         return dict(tree)
 
-    def shared(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
-        return state
+    def gathered(self, tree: Mapping[str, Any]) -> dict[str, Any]:
+        return dict(tree)
 
-    def load_model(self, model: nn.Module, tree: Mapping[str, Any]) -> None:
-        model.load_state_dict(tree)
+    def shared(
+        self, state: Mapping[str, Any], shards: Mapping[int, Sequence[TensorPart]] | None = None
+    ) -> Mapping[str, Any]:
+        first = parts_of(state)
+        others = list((shards or {}).values())
+        if any(len(parts) != len(first) for parts in others):
+            raise LayoutError("expected shards that are one state together, got parts of others")
+        tensors = iter([as_whole(parts) for parts in zip(first, *others, strict=True)])
+        whole: Mapping[str, Any] = mapped(state, lambda part: next(tensors))
+        return whole
+
+    def load_model(
+        self, model: nn.Module, tree: Mapping[str, Any], *, but: Collection[str] = ()
+    ) -> None:
+        kept = {name: value for name, value in model.state_dict().items() if name in but}
+        model.load_state_dict({**kept, **tree})
 
     def load_optimizer(self, inner: torch.optim.Optimizer, tree: Mapping[str, Any]) -> None:
         inner.load_state_dict(dict(tree))

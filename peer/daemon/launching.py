@@ -1,7 +1,7 @@
 """The processes of a peer of several ranks: starting them, and starting them again.
 
 `atoll peer --gpus` starts a process a GPU, and watches them. When one is killed or lost, the others
-are of no use: all end, and start again from the state that the first one has saved. torchrun does
+are of no use: all end, and start again from the state that they have saved. torchrun does
 the same with `--max-restarts`, and across machines.
 
     launcher      starts and watches; holds a pipe at whose end the ranks stop, however it ends
@@ -38,9 +38,11 @@ from atoll.peer.daemon.process import (
     stop_on_signals,
 )
 from atoll.peer.daemon.supervised import stop_with_stdin
+from atoll.peer.training.learner import StartSmaller
 from atoll.peer.training.ranks import STORE, is_one_of_several, several_ranks
 
 LOST = 75  # EX_TEMPFAIL of sysexits.h: another try may succeed
+SMALLER = 76  # of a rank that was out of memory: the next try takes smaller pieces of a batch
 PIPE = "ATOLL_RANKS_PIPE"  # environment variable: a pipe whose other end the launcher holds
 POLL_S = 0.2
 END_S = 30.0  # ranks notice the loss of one at their next meeting; then they are killed
@@ -76,7 +78,7 @@ def run_rank(options: RunOptions, *, on_event: OnPeerEvent, ask: Ask | None) -> 
     except RanksError as error:
         text = f"rank {os.environ['RANK']}: {error}"
         on_event(PeerEvent(kind="event", position=0, text=text, level="warning"))
-        return LOST
+        return SMALLER if isinstance(error, StartSmaller) else LOST
 
 
 def launch(arguments: Sequence[str], ranks: int, *, on_event: OnPeerEvent) -> int:
@@ -103,7 +105,8 @@ def launch(arguments: Sequence[str], ranks: int, *, on_event: OnPeerEvent) -> in
             codes = crew.wait()
             if not is_lost(codes) or received:
                 return codes[0] if codes[0] >= 0 else 128 - codes[0]
-            soon = soon + 1 if time.monotonic() - began_s < SOON_S else 0
+            if SMALLER not in codes:  # pieces end at single sequences
+                soon = soon + 1 if time.monotonic() - began_s < SOON_S else 0
             if soon == MAX_SOON:
                 text = f"a rank was lost {MAX_SOON} times in a row soon after the start; giving up"
                 on_event(PeerEvent(kind="event", position=0, text=text, level="error"))
@@ -116,9 +119,10 @@ def is_lost(codes: Sequence[int]) -> bool:
     """Return whether starting again may help: a rank was killed, or the first one lost another.
 
     Args:
-        codes: what the ranks exited with, the first one first; below 0 if a signal has ended them.
+        codes: what the ranks exited with, the first one first; below 0 if a signal has ended them,
+            `SMALLER` if it was out of memory.
     """
-    return codes[0] == LOST or any(code < 0 for code in codes)
+    return codes[0] == LOST or SMALLER in codes or any(code < 0 for code in codes)
 
 
 class Crew:

@@ -369,6 +369,8 @@ class Decisions:
 class NetworkReducer(RunReducer):
     """A `Reducer` over the rounds of this peer."""
 
+    recovers = True  # `start` takes the parameters from the log
+
     def __init__(
         self,
         thread: LoopThread[Peer],

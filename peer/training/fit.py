@@ -43,6 +43,11 @@ class Fit:
             return Fit(sequences=batch_size, recompute=True)
         return None
 
+    @staticmethod
+    def least(fits: "Sequence[Fit]") -> "Fit":
+        """Return the one that needs the least memory."""
+        return max(fits, key=lambda fit: (fit.recompute, -fit.sequences))
+
     def __str__(self) -> str:
         """Name it for a person."""
         noun = "sequence" if self.sequences == 1 else "sequences"

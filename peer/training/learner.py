@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from atoll.coordinator.run.sections import InnerSection
 from atoll.optim.inner import build
 from atoll.optim.methods.base import InnerName
+from atoll.optim.ranks import RanksError
 from atoll.optim.state import dtensors, vectors
 from atoll.optim.state.layout import Layout
 from atoll.peer.errors import DeviceError
@@ -28,6 +29,8 @@ from atoll.peer.training.fit import Fit, pieces
 from atoll.peer.training.ranks import OneRank
 
 ALIGNED = 64  # bytes: a multiple of the width of every dtype
+
+T = TypeVar("T")
 
 _log = logging.getLogger(__name__)
 
@@ -47,6 +50,18 @@ class Gradient:
     def is_finite(self) -> bool:
         """Return whether loss and norm are finite, so that the step may be taken."""
         return math.isfinite(self.loss) and math.isfinite(self.norm)
+
+
+class StartSmaller(RanksError):
+    """A rank is out of memory within a step of a model that is cut over ranks.
+
+    All have to start again, and take the smaller fit.
+    """
+
+    def __init__(self, fit: Fit) -> None:
+        """Name what to start with."""
+        super().__init__(f"out of memory; all ranks start again with {fit}")
+        self.fit = fit
 
 
 class Learner:
@@ -74,11 +89,6 @@ class Learner:
         """
         device.activate()
         self._ranks = ranks or OneRank()
-        if self._ranks.size > 1 and device.precision == "float16":
-            raise DeviceError(
-                f"{device.label} computes in float16, whose loss scaling works in one process "
-                "alone; train without --gpus, or set precision to float32 in [inner]"
-            )
         self.model = self._ranks.place(model, device.device)
         self.device = device
         self.fit = Fit(sequences=inner.batch_size)
@@ -102,7 +112,8 @@ class Learner:
     ) -> Gradient:
         """Compute the clipped mean gradient of micro-batches and set the learning rate.
 
-        If the device runs out of memory, `fit` becomes smaller for good, and the step is repeated.
+        If the device runs out of memory, `fit` becomes smaller for good, and the step is repeated;
+        on all ranks if that happens to one.
 
         Args:
             batches: int64 tokens `(B, T + 1)` each.
@@ -111,24 +122,16 @@ class Learner:
 
         Raises:
             DeviceError: the device does not hold a single sequence.
+            StartSmaller: this rank is out of memory while others wait for its part of the model.
         """
         rate = self._inner.rate.at(step, self._total_steps)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         tried = self.fit
-        while True:
-            try:
-                found = self._attempt(batches, seed)
-                break
-            except RuntimeError as error:
-                # The other ranks wait in a collective for this one, which cannot repeat the step.
-                if self._ranks.size > 1 or not is_out_of_memory(error):
-                    raise
-                smaller = self._smaller(error)
-            # Only now: within the handler, the traceback keeps the activations alive.
+        while (found := self._attempt(batches, seed)) is None:
             self.clear()
             self.device.release()
-            self.use(smaller)
+            self.use(self._smaller())
         if self.fit != tried:
             _log.warning(
                 "out of memory on %s with %s; this peer continues with %s, and the batch of a step "
@@ -165,7 +168,33 @@ class Learner:
         if self._scaler is not None and "scaler" in state:
             self._scaler.load_state_dict(dict(state["scaler"]))
 
-    def _attempt(self, batches: Sequence[Tensor], seed: int | None) -> Gradient:
+    def _attempt(self, batches: Sequence[Tensor], seed: int | None) -> Gradient | None:
+        """Return a gradient; None if this rank, or another, was out of memory."""
+        loss = self._in_memory(lambda: self._accumulated(batches, seed))
+        # Here no rank waits for another yet, unless the model is cut.
+        if not self._ranks.all_of(loss is not None) or loss is None:
+            return None
+        if self._ranks.size > 1:
+            return self._clipped(loss, batches)
+        return self._in_memory(lambda: self._clipped(loss, batches))
+
+    def _in_memory(self, compute: Callable[[], T]) -> T | None:
+        """Return what is computed; None if the memory was not enough.
+
+        Outside, since within a handler the traceback keeps the activations alive.
+        """
+        try:
+            return compute()
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+            if self._ranks.is_cut:
+                # The others are in the middle of gathering the model, and cannot repeat the step.
+                raise StartSmaller(self._smaller()) from error
+            return None
+
+    def _accumulated(self, batches: Sequence[Tensor], seed: int | None) -> Tensor:
+        """Compute this rank's gradient; return its loss."""
         self.clear()
         if seed is not None:
             torch.manual_seed(seed)
@@ -176,6 +205,10 @@ class Learner:
             self._ranks.expect_backward(self.model, is_last=number == len(parts))
             # The quotient of equal pieces is a whole number, without rounding.
             loss += self._backward(piece, sequences / len(piece))
+        return loss
+
+    def _clipped(self, loss: Tensor, batches: Sequence[Tensor]) -> Gradient:
+        """Average the gradient over the ranks, and clip it."""
         self._ranks.average_(self.model)
         loss = self._ranks.mean(loss)
         if self._scaler is not None:
@@ -192,14 +225,14 @@ class Learner:
         tokens = sum(batch[:, 1:].numel() for batch in batches)
         return Gradient(loss=loss_value, norm=norm_value, tokens=tokens)
 
-    def _smaller(self, error: RuntimeError) -> Fit:
+    def _smaller(self) -> Fit:
         can_recompute = models.can_recompute(self.model)
         smaller = self.fit.smaller(self._inner.batch_size, can_recompute=can_recompute)
         if smaller is None:
             raise DeviceError(
                 f"the model does not fit on {self.device.label}: out of memory with {self.fit}; "
                 "end other programs that use this device, or choose another one with --device"
-            ) from error
+            )
         return smaller
 
     def _backward(self, piece: Tensor, share: float) -> Tensor:

@@ -37,6 +37,9 @@ class OneRank:
 
     rank, size, leads = 0, 1, True
 
+    is_cut = False
+    """True if the model is cut over the ranks."""
+
     def agreed(self, value: Any) -> Any:  # noqa: ANN401 - JSON
         """Return the leader's value, which each rank uses instead of its own."""
         return value
@@ -49,6 +52,10 @@ class OneRank:
     def gathered(self, value: Any) -> list[Any]:  # noqa: ANN401 - JSON
         """Return the values of all ranks, by rank, at the leader."""
         return [value]
+
+    def all_of(self, is_true: bool) -> bool:
+        """Return whether something is true on all ranks."""
+        return is_true
 
     def own_name(self, peer_id: str) -> str:
         """Return the name from which this rank's data and random numbers follow."""
@@ -131,8 +138,6 @@ class SeveralRanks(OneRank):
         """Train on this rank of them."""
         self.ranks = ranks
         self.rank, self.size, self.leads = ranks.rank, ranks.size, ranks.leads
-        self.is_cut = False
-        """True if the model is cut over the ranks."""
 
     def agreed(self, value: Any) -> Any:  # noqa: ANN401 - JSON
         return self.ranks.tell(value)
@@ -144,6 +149,9 @@ class SeveralRanks(OneRank):
 
     def gathered(self, value: Any) -> list[Any]:  # noqa: ANN401 - JSON
         return self.ranks.gathered(value)
+
+    def all_of(self, is_true: bool) -> bool:
+        return self.ranks.all_of(is_true)
 
     def own_name(self, peer_id: str) -> str:
         return f"{peer_id}/{self.rank} of {self.size}"

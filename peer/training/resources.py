@@ -175,8 +175,11 @@ def inner_bytes(weights: Weights) -> int:
 
 
 def saved_bytes(method: Method, weights: Weights) -> int:
-    """Return the bytes that a peer saves: parameters, inner optimizer, synced and residual."""
-    vectors = 2 + (1 if method.residual > 0 else 0)
+    """Return the bytes that a peer saves in a window: drift, inner optimizer and residual.
+
+    At a window's end there is mostly no drift; synced is what the log gives.
+    """
+    vectors = 1 + method.window_vectors + (1 if method.residual > 0 else 0)
     return FP32 * vectors * weights.layout.numel + weights.moment_bytes
 
 

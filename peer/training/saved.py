@@ -7,8 +7,8 @@ tree. Its metadata holds:
     kind        kind of the tree, for example "trainer"
     run         digest of the run that it belongs to
     tree        JSON; {"tensor": i} stands for a tensor, {"bytes": hex} for bytes, {"tuple": list}
-                for a tuple, {"map": [[key, value], ...]} for a dict; lists and scalars stand for
-                themselves
+                for a tuple, {"map": [[key, value], ...]} for a dict, {"part": [i, runs, shape]} for
+                the values of some runs of a larger tensor; lists and scalars stand for themselves
     sha256      digest of kind, run, tree and, for each tensor, its dtype, shape and bytes
 
 A reader MUST compare the digest before it uses a value, and MUST refuse another kind or run.
@@ -30,6 +30,7 @@ import safetensors
 import torch
 from torch import Tensor
 
+from atoll.optim.state.parts import TensorPart
 from atoll.peer.errors import SavedStateError
 
 FORMAT = "atoll-saved-1"
@@ -110,6 +111,12 @@ def begin(path: Path, tree: Mapping[str, Any], *, kind: str, run: str) -> Begun:
 
 def finish(begun: Begun) -> None:
     """Give what `begin` wrote its digest and its name, in any thread; raise OSError as `save`."""
+    seal(begun)
+    put(begun)
+
+
+def seal(begun: Begun) -> None:
+    """Give what `begin` wrote its digest, and bring it to the disk without its name."""
     with _no_partial(begun.path, begun.partial):
         with begun.partial.open("r+b") as file:
             digest = _digest_of_file(begun.metadata, begun.tensors, file)
@@ -117,6 +124,11 @@ def finish(begun: Begun) -> None:
             file.write(digest.encode())
             file.flush()
             os.fsync(file.fileno())
+
+
+def put(begun: Begun) -> None:
+    """Give what `seal` left its name, in the place of an older file."""
+    with _no_partial(begun.path, begun.partial):
         begun.partial.replace(begun.path)
         _sync(begun.path.parent)  # the folder holds the name
 
@@ -251,6 +263,9 @@ def _sync(path: Path) -> None:
 
 
 def _pack(value: Any, tensors: dict[str, Tensor]) -> Any:  # noqa: ANN401 - a tree of anything
+    if isinstance(value, TensorPart):
+        name = _pack(value.values, tensors)["tensor"]
+        return {"part": [name, [list(run) for run in value.runs], list(value.shape)]}
     if isinstance(value, Tensor):
         if value.dtype not in DTYPES:
             raise TypeError(f"cannot save a tensor of {value.dtype}")
@@ -285,6 +300,10 @@ def _unpack(value: Any, tensors: Mapping[str, Tensor]) -> Any:  # noqa: ANN401 -
     ((name, content),) = value.items()
     if name == "tensor":
         return tensors[content]
+    if name == "part":
+        number, runs, shape = content
+        found = tuple((start, stop) for start, stop in runs)
+        return TensorPart(values=tensors[number], runs=found, shape=tuple(shape))
     if name == "bytes":
         return bytes.fromhex(content)
     if name == "tuple":

@@ -26,9 +26,10 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,7 @@ from atoll.optim import schedules
 from atoll.optim.methods.base import Method
 from atoll.optim.methods.worker import Worker, WorkerStatistics
 from atoll.optim.reducer import Commit, Contribution, Reducer, Settle
-from atoll.optim.state.layout import Fragment, Layout
+from atoll.optim.state.layout import Fragment, Layout, LayoutError
 from atoll.optim.state.places import Places
 from atoll.peer.errors import SavedStateError
 from atoll.peer.pipeline.carrier import Workbench
@@ -49,7 +50,8 @@ from atoll.peer.training.data import load as data
 from atoll.peer.training.data.prefetch import Prefetched
 from atoll.peer.training.data.remarks import Remark, remarks
 from atoll.peer.training.devices import Device
-from atoll.peer.training.learner import Evaluator, Learner
+from atoll.peer.training.fit import Fit
+from atoll.peer.training.learner import Evaluator, Learner, StartSmaller
 from atoll.peer.training.opening import (
     VALID_BATCHES,
     build_model,
@@ -61,6 +63,7 @@ from atoll.peer.training.opening import (
 )
 from atoll.peer.training.permission import Allowed
 from atoll.peer.training.ranks import OneRank, held_out_loss
+from atoll.peer.training.shards import Saver, Saving
 from atoll.peer.training.stage_compute import expect_runs as expect_stage_runs
 from atoll.peer.training.stage_learner import StageLearner, StoppedInStep, codecs_of
 from atoll.peer.training.stages import StageModel
@@ -203,7 +206,7 @@ class Trainer:
         self._train_s = self._pause_s = self._validate_s = self._save_s = 0.0
         self._validate_from_s = -math.inf
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="save")
-        self._saving: Future[None] | None = None
+        self._saving: Saving | None = None
         self._save_after_s = 0.0
         self._evaluator: Evaluator | None = None
         self._saved_at_s = self.options.clock()
@@ -335,6 +338,7 @@ class Trainer:
             OSError: the state cannot be saved.
         """
         self.device.activate()
+        self._recall_fit()
         try:
             while not self._ranks.agreed(self._stopping.is_set()) and not self.finished:
                 with suppress(StoppedInStep):
@@ -373,7 +377,11 @@ class Trainer:
         if isinstance(self.learner, StageLearner):
             gradient = self.learner.gradient(step=self.schedule_step)
         else:
-            gradient = self.learner.gradient(batches, step=self.schedule_step, seed=seed)
+            try:
+                gradient = self.learner.gradient(batches, step=self.schedule_step, seed=seed)
+            except StartSmaller as smaller:
+                self._remember(smaller.fit)
+                raise
         paused_s = self._rest(self.options.clock() - began_s)
         self._progress.steps += 1
         self._steps_here += 1
@@ -388,6 +396,39 @@ class Trainer:
         self._pause_s += paused_s
         self._measure(step_s)
         self._validate_when_due()
+
+    def _remember(self, fit: Fit) -> None:
+        """Let the next start of all ranks begin with a fit."""
+        path = self._fit_path()
+        if path is not None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            tree = {"device": self.device.label, "fit": fit.to_dict()}
+            saved.save(path, tree, kind="fit", run=self.spec.digest())
+
+    def _recall_fit(self) -> None:
+        """Take the least fit that a rank remembers, on all of them."""
+        path = self._fit_path()
+        if path is None or isinstance(self.learner, StageLearner):
+            return
+        own = self.learner.fit
+        if path.exists():
+            with suppress(SavedStateError):  # it is found again
+                tree = saved.load(path, kind="fit", run=self.spec.digest())
+                if tree["device"] == self.device.label:
+                    own = Fit.least([own, Fit.from_dict(tree["fit"], self.spec.inner.batch_size)])
+        found = [
+            Fit.from_dict(plain, self.spec.inner.batch_size)
+            for plain in self._ranks.gathered(own.to_dict())
+        ]
+        agreed = self._ranks.agreed(Fit.least(found).to_dict() if found else None)
+        self.learner.use(Fit.from_dict(agreed, self.spec.inner.batch_size))
+
+    def _fit_path(self) -> Path | None:
+        """Return the file of the fit that several ranks start with; one process needs none."""
+        path = self.options.state_path
+        if path is None or self._ranks.size == 1:
+            return None
+        return path.with_name(f"{path.stem}.{self._ranks.rank}.fit{path.suffix}")
 
     def _batches(self) -> list[Tensor]:
         """Draw the batches of a step; a stage's come one by one, as the pipeline takes them."""
@@ -483,11 +524,11 @@ class Trainer:
         return self._evaluator.loss(params_N, between=between)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state that a restart needs to resume with the same bits.
+        """Return the state that a restart needs to resume with the same bits; a rank's share of it.
 
         Frozen parameters are left out: they are the model's from the beginning.
         """
-        worker, frozen = self.worker.state_dict(), self._frozen()
+        worker, frozen = self.worker.share_dict(), self._frozen()
         worker["model"] = {k: v for k, v in worker["model"].items() if k not in frozen}
         stream = self._stream.state_dict() if self._stream is not None else {}
         streams = self._ranks.gathered(stream)
@@ -504,7 +545,7 @@ class Trainer:
         """Resume from a state that `state_dict` returned.
 
         Args:
-            state: the state of a trainer of the same run.
+            state: the state of a trainer of the same run, as `Places.shared` gives it to all ranks.
             exact: whether the run is still at the position of the state. If not, restore only this
                 peer's own part (inner optimizer, position in the data, counters) and keep the
                 reducer's parameters.
@@ -525,7 +566,7 @@ class Trainer:
         try:
             if exact:
                 whole = {**state["worker"]["model"], **self._frozen()}
-                self.worker.load_state_dict({**state["worker"], "model": whole})
+                self.worker.load_shared({**state["worker"], "model": whole})
             else:
                 self.worker.places.load_optimizer(self.learner.optimizer, state["worker"]["inner"])
         except (ValueError, KeyError, RuntimeError, TypeError) as error:
@@ -550,9 +591,8 @@ class Trainer:
         """
         self._end_save()
         began_s = self.options.clock()
-        state = self.state_dict()
-        if self._ranks.leads:
-            saved.save(path, state, kind="trainer", run=self.spec.digest())
+        saver = self._saver(path)
+        saver.end(saver.begin(self.state_dict(), self._writer))
         self._saved_at_s = self.options.clock()
         self._save_s += self._saved_at_s - began_s
 
@@ -565,18 +605,15 @@ class Trainer:
         self.load_state_dict(self._read(path), exact=exact)
 
     def _read(self, path: Path) -> Mapping[str, Any]:
-        """Return the state in a file; ranks but the first get it without its tensors."""
-        state: Mapping[str, Any] = {}
-        failure: SavedStateError | None = None
-        with self._ranks.leading():
-            if self._ranks.leads:
-                try:
-                    state = saved.load(path, kind="trainer", run=self.spec.digest())
-                except SavedStateError as error:
-                    failure = error
-        if (text := self._ranks.agreed(str(failure) if failure else None)) is not None:
-            raise failure or SavedStateError(text)
-        return self.worker.places.shared(state)
+        """Return the state in a file and its shards; each rank has the tensors that it read."""
+        state, shards = self._saver(path).load()
+        try:
+            return self.worker.places.shared(state, shards)
+        except LayoutError as error:
+            raise SavedStateError(f"{path} does not fit its shards: {error}") from error
+
+    def _saver(self, path: Path) -> Saver:
+        return Saver(path, self._ranks, run=self.spec.digest())
 
     def _load_stream(self, state: Mapping[str, Any]) -> None:
         """Resume this rank's data, if the state is of as many ranks; else they begin anew."""
@@ -724,9 +761,11 @@ class Trainer:
             raise _Stopped
 
     def _save_when_due(self) -> None:
-        if self._saving is not None and self._saving.done():
-            self._end_save()  # it may have failed
         path, at_window_end = self.options.state_path, self.worker.step_in_window == 0
+        meets = at_window_end or self._ranks.size == 1
+        if path is not None and self._saving is not None and meets:
+            if self._saver(path).is_written(self._saving):
+                self._end_save()  # it may have failed
         every_s = max(self.options.save_every_s, self._save_after_s)
         due = self.options.clock() - self._saved_at_s >= every_s and self._saving is None
         if path is not None and at_window_end and self._ranks.agreed(due):
@@ -735,15 +774,13 @@ class Trainer:
     def _begin_save(self, path: Path) -> None:
         """Write the state; another thread brings it to the disk while training goes on."""
         began_s = self.options.clock()
-        state = self.state_dict()
-        if self._ranks.leads:
-            begun = saved.begin(path, state, kind="trainer", run=self.spec.digest())
-            self._saving = self._writer.submit(self._finish, begun, began_s)
+        self._saving = self._saver(path).begin(
+            self.state_dict(), self._writer, then=partial(self._note_save, began_s)
+        )
         self._saved_at_s = self.options.clock()
         self._save_s += self._saved_at_s - began_s
 
-    def _finish(self, begun: saved.Begun, began_s: float) -> None:
-        saved.finish(begun)
+    def _note_save(self, began_s: float) -> None:
         self._save_after_s = (self.options.clock() - began_s) / SAVE_SHARE
 
     def _end_save(self) -> None:
@@ -751,7 +788,8 @@ class Trainer:
         saving, self._saving = self._saving, None
         if saving is not None:
             began_s = self.options.clock()
-            saving.result()
+            assert self.options.state_path is not None, "it was begun there"
+            self._saver(self.options.state_path).end(saving)
             self._save_s += self.options.clock() - began_s
 
     def _measure(self, step_s: float) -> None:
@@ -835,6 +873,11 @@ class WatchedReducer:
     def begins(self) -> bool:
         """Return whether `start` wants the parameters of this rank."""
         return getattr(self._inner, "begins", True)
+
+    @property
+    def recovers(self) -> bool:
+        """Return whether `start` takes the parameters from a log that is stored."""
+        return getattr(self._inner, "recovers", False)
 
     @property
     def unsettled(self) -> bool:

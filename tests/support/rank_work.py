@@ -1,9 +1,12 @@
 """What tests let the ranks of a peer do; a function here is named to another process."""
 
+import copy
 import os
 import signal
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -12,21 +15,28 @@ import torch
 from torch import distributed, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from atoll.coordinator.run.spec import RunSpec
 from atoll.optim import methods
 from atoll.optim.inprocess.group import InProcessMember
 from atoll.optim.inprocess.rounds import InProcessGroup
+from atoll.optim.methods.worker import Worker
 from atoll.optim.ranks import RankReducer, Ranks, RanksError
+from atoll.optim.ranks.placing import RankPlaces
 from atoll.optim.ranks.residuals import RemoteResidual
 from atoll.optim.reduction.contribution import Feedback
-from atoll.optim.state.dtensors import PlacementError, put_whole_
+from atoll.optim.state.dtensors import PlacementError, local_runs, put_whole_
 from atoll.optim.state.layout import Layout
-from atoll.peer.errors import SavedStateError
+from atoll.peer.errors import DeviceError, SavedStateError
+from atoll.peer.training import models
 from atoll.peer.training.data import load as data
+from atoll.peer.training.fit import Fit
+from atoll.peer.training.learner import StartSmaller
 from atoll.peer.training.ranks import OneRank, SeveralRanks
+from atoll.peer.training.shards import Saver
 from atoll.peer.training.trainer import Trainer, TrainerOptions
+from support.reducer_bench import ME, NUMEL, Bench, decided
 
 
 def model_of(width: int) -> nn.Sequential:
@@ -93,12 +103,28 @@ def layout_of_cut_parameters() -> None:
         assert torch.equal(layout.flatten(model), new_N)
         local = next(model.parameters()).to_local()
         assert local.numel() < width * width, "each rank holds a shard still"
+        for param in model.parameters():
+            expect_runs_of(param)
 
     model = sharded(width, flat)
     backward(model, width, seed=0)  # the same batch on all ranks: the mean of equal gradients
     assert torch.allclose(layout.gradient(model), grad_N, atol=1e-6)
     some = layout.gradient(model, spans)
     assert torch.equal(some, torch.cat([layout.gradient(model)[a:b] for a, b in spans]))
+
+
+def expect_runs_of(param: DTensor) -> None:
+    """Check that the runs of all ranks are the tensor, each at one rank that holds it."""
+    numbers = torch.arange(float(param.numel())).view(param.shape)
+    placed = distribute_tensor(numbers, param.device_mesh, param.placements)
+    runs = local_runs(placed)
+    own = [place for start, stop in runs for place in range(start, stop)]
+    assert own == placed.to_local().flatten().tolist()[: len(own)]
+    assert len(own) in (0, placed.to_local().numel())
+    held = torch.zeros(param.numel())
+    held[own] = 1
+    distributed.all_reduce(held)
+    assert held.eq(1).all()
 
 
 def gathered_root() -> None:
@@ -400,6 +426,132 @@ def trainer_of(reducer, ranks: OneRank) -> Trainer:
     return Trainer(spec_to_train(), reducer, options, corpus=corpus_to_train())
 
 
+def lets_run_out_of_memory(patch: pytest.MonkeyPatch, holds: int) -> None:
+    """Let this rank's device hold so many sequences at once."""
+    loss_of = models.loss_of
+
+    def limited(model, inputs_BT, targets_BT):
+        loss = loss_of(model, inputs_BT, targets_BT)
+        if torch.is_grad_enabled() and len(inputs_BT) > holds:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+        return loss
+
+    patch.setattr(models, "loss_of", limited)
+
+
+@contextmanager
+def trainer_on_ranks(
+    folder: Path, *, cut: bool, **inner: object
+) -> Iterator[tuple[SeveralRanks, Trainer, pytest.MonkeyPatch]]:
+    """A trainer of these ranks, with its state in a folder."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("atoll.peer.training.ranks.fits", lambda *_, **__: not cut)
+        ranks = SeveralRanks(Ranks(timeout_s=60))
+        spec = spec_to_train().model_dump(mode="json")
+        spec = RunSpec.from_dict(spec | {"inner": spec["inner"] | inner})
+        options = TrainerOptions(
+            peer_id="one", device="cpu", ranks=ranks, state_path=folder / "trainer.safetensors"
+        )
+        reducer = RankReducer(ranks.ranks, member_alone)
+        yield ranks, Trainer(spec, reducer, options, corpus=corpus_to_train()), patch
+
+
+def memory_of_one_rank(folder: Path) -> None:
+    """Repeat the step on all ranks, with smaller pieces, where one of them is out of memory."""
+    with trainer_on_ranks(folder, cut=False) as (ranks, trainer, patch):
+        if ranks.rank == 1:
+            lets_run_out_of_memory(patch, 1)
+        for _ in range(3):
+            trainer.step()
+        assert trainer.learner.fit == Fit(sequences=1)
+        assert trainer.statistics().skipped_steps == 0
+        params_N = trainer.worker.layout.flatten(trainer.learner.model)
+        assert ranks.gathered(params_N.tolist())[1:] == [params_N.tolist()] * ranks.leads
+
+
+def too_little_memory(folder: Path) -> None:
+    """End where a rank cannot hold a single sequence: on all ranks with the same message."""
+    with trainer_on_ranks(folder, cut=False) as (ranks, trainer, patch):
+        if ranks.rank == 1:
+            lets_run_out_of_memory(patch, 0)
+        with pytest.raises(DeviceError, match="does not fit on cpu"):
+            trainer.step()
+
+
+def memory_of_a_shard(folder: Path) -> None:
+    """Leave the others where a rank is out of memory while they wait for its part of the model."""
+    with trainer_on_ranks(folder, cut=True) as (ranks, trainer, patch):
+        if ranks.rank == 1:
+            lets_run_out_of_memory(patch, 1)
+        # The others get torch's own error, from a collective within the model.
+        with pytest.raises(StartSmaller if ranks.rank == 1 else RuntimeError, match=r"memory|peer"):
+            trainer.run()
+
+
+def memory_is_remembered(folder: Path) -> None:
+    """Start with what the last start has found to fit."""
+    with trainer_on_ranks(folder, cut=True) as (_, trainer, patch):
+        lets_run_out_of_memory(patch, 1)
+        trainer.run()
+        assert trainer.finished and trainer.learner.fit == Fit(sequences=1)
+
+
+def scaled_trainers(folder: Path) -> None:
+    """Scale the loss alike on all ranks, also where one of them alone overflows."""
+    for cut in (False, True):
+        with trainer_on_ranks(folder, cut=cut, precision="float16") as (ranks, trainer, patch):
+            loss_of, spoils = models.loss_of, [False]
+
+            def spoiled(*given, loss_of=loss_of, spoils=spoils, ranks=ranks):
+                return loss_of(*given) * (1e38 if spoils[0] and ranks.rank == 1 else 1.0)
+
+            patch.setattr(models, "loss_of", spoiled)
+            for step in range(4):
+                spoils[0] = step == 2
+                trainer.step()
+            assert 1 <= trainer.statistics().skipped_steps < 4
+            scale = trainer.learner.state_dict()["scaler"]["scale"]
+            assert scale < 2**16
+            assert ranks.gathered(scale)[1:] == [scale] * ranks.leads
+            params_N = trainer.worker.layout.flatten(trainer.learner.model)
+            assert params_N.isfinite().all()
+            assert ranks.gathered(params_N.tolist())[1:] == [params_N.tolist()] * ranks.leads
+
+
+def trainers_on_two_hosts(folder: Path) -> None:
+    """Cut the model over the two ranks of each host, and copy it from host to host."""
+    os.environ["LOCAL_WORLD_SIZE"] = "2"
+    plain_N = None
+    for cut in (False, True):
+        with trainer_on_ranks(folder, cut=cut) as (ranks, trainer, _):
+            for _ in range(4):  # a round, and a step of the next window
+                trainer.step()
+            params_N = trainer.worker.layout.flatten(trainer.learner.model)
+            if plain_N is None:
+                plain_N = params_N
+                continue
+            assert torch.allclose(params_N, plain_N, atol=1e-5)
+            param = next(trainer.learner.model.parameters())
+            assert isinstance(param, DTensor) and param.device_mesh.shape == (2, 2)
+            assert param.placements == (Replicate(), Shard(0))
+            places = trainer.worker.places
+            assert isinstance(places, RankPlaces)
+            # What synchronises is cut over all four, whichever host they are on; one rank talks.
+            assert len(places.ranges[0]) == 4
+            assert trainer._ranks.leads is (distributed.get_rank() == 0)
+            trainer.save(folder / "trainer.safetensors")
+            ranks.all_of(True)
+            sizes = [file.stat().st_size for file in sorted(folder.glob("trainer.*.safetensors"))]
+            assert len(sizes) == 3
+            if ranks.leads:  # one host's ranks alone save the moments, which both have
+                alone = trainer_of(member_alone(), OneRank())
+                alone.load(folder / "trainer.safetensors")
+                found_N = alone.worker.layout.flatten(alone.learner.model)
+                assert torch.equal(found_N, params_N)
+            moments = trainer.learner.optimizer.state[param]["exp_avg"]
+            assert bool(local_runs(moments)) is (distributed.get_rank() < 2)
+
+
 def member_alone() -> InProcessMember:
     return InProcessGroup(1, spec_to_train().method(), inner_steps=3, rounds=3).member(0)
 
@@ -438,3 +590,93 @@ def trainers_on_ranks(folder: Path) -> None:
         assert alone.evaluate(batches=5) == pytest.approx(losses[1], abs=1e-5)
     with pytest.raises(SavedStateError, match="does not exist"):
         trainer.load(folder / "none")
+
+
+# Saves in shards
+
+SPEC = RunSpec.from_dict({"outer": {"method": "diloco"}})
+
+
+class Vector(nn.Module):
+    """Two cells and a bit, and a buffer that is each rank's own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.zeros(NUMEL))
+        self.register_buffer("seen", torch.zeros(3))
+
+
+def vector_worker(reducer) -> Worker:
+    model = Vector()
+    if distributed.is_initialized():
+        fully_shard(model, mesh=init_device_mesh("cpu", (distributed.get_world_size(),)))
+    inner = torch.optim.AdamW(model.parameters(), lr=0.25, foreach=False)
+    return reducer.method.worker(model, inner, reducer, inner_steps=2)
+
+
+def vector_step(worker) -> None:
+    worker.model.w.grad = torch.zeros_like(worker.model.w)
+    put_whole_(worker.model.w.grad, torch.linspace(-1, 1, NUMEL))
+    worker.step(tokens=100, loss=1.0)
+
+
+@contextmanager
+def ranks_of_a_run(folder: Path, position: int) -> Iterator[tuple[SeveralRanks, Worker, Bench]]:
+    """A worker of these ranks in a run whose log is at a position."""
+    ranks = SeveralRanks(Ranks(timeout_s=60))
+    bench = Bench(folder / f"log-{position}-{ranks.rank}", position=position, patience_s=0.1)
+    with closing(bench):
+        yield ranks, vector_worker(RankReducer(ranks.ranks, lambda: bench.reducer)), bench
+
+
+def save_in_shards(folder: Path) -> None:
+    """Save at a window's end and within one; the last save does not reach its end."""
+    with ranks_of_a_run(folder, 0) as (ranks, worker, bench), ThreadPoolExecutor(1) as writer:
+        bench.deliver(decided(0, ME, settles=1, included=[True] * 2))
+        saver = Saver(folder / "trainer.safetensors", ranks, run="run")
+        for number in range(4):
+            vector_step(worker)
+            saving = saver.begin(worker.share_dict(), writer)
+            if number < 3:
+                whole = copy.deepcopy(worker.state_dict())
+                saver.end(saving)
+            saving.written.result()
+        ranks.all_of(True)
+        if ranks.leads:
+            assert worker.statistics().position == 1
+            torch.save(whole, folder / "whole.pt")
+            names = {file.name.count(".") for file in folder.glob("trainer.*")}
+            assert names == {1, 2, 3}, (
+                "a shard of each save, the first's file, and what is to be it"
+            )
+
+
+def load_shards(folder: Path) -> None:
+    """Resume with these ranks from what others have saved, and save again."""
+    with ranks_of_a_run(folder, 1) as (ranks, worker, _), ThreadPoolExecutor(1) as writer:
+        saver = Saver(folder / "trainer.safetensors", ranks, run="run")
+        worker.load_shared(worker.places.shared(*saver.load()))
+        state = worker.state_dict()
+        if ranks.leads:
+            compare(loaded(folder / "whole.pt"), state)
+        saver.end(saver.begin(worker.share_dict(), writer))
+        saver.load()
+        ranks.all_of(True)
+        files = sorted(folder.glob("trainer.*"))
+        if ranks.leads:
+            assert len(files) == ranks.size
+            sizes = [file.stat().st_size / NUMEL for file in files]
+            assert sum(sizes) == pytest.approx(16, abs=0.2 * ranks.size)
+            # Drift and residual lie at one rank, since ranges are of whole cells.
+            assert max(sizes) == pytest.approx(8 + 8 / ranks.size, abs=0.3)
+            Path(files[0]).rename(folder / "elsewhere")
+        ranks.all_of(True)
+        with pytest.raises(SavedStateError, match="is on no machine of this peer"):
+            saver.load()
+        ranks.all_of(True)
+        if ranks.leads:
+            (folder / "elsewhere").write_bytes((folder / "elsewhere").read_bytes()[:-1])
+            (folder / "elsewhere").rename(files[0])
+        ranks.all_of(True)
+        with pytest.raises(SavedStateError, match="is damaged"):
+            saver.load()

@@ -61,6 +61,18 @@ def entry(position, *members):
     )
 
 
+def keep_entries(store, entries):
+    for each in entries:
+        store.append(
+            epoch=0,
+            position=each.position,
+            entry=each.encode(),
+            certificate=b"",
+            body=b"",
+            chain=each.chain,
+        )
+
+
 def decided(position, *members, settles=None, included=None, credits=()):
     applied = Applied(entry=entry(position, *members), state=state(position + 1), apply_s=0.0)
     return Settled(applied=applied, included=included, settles=settles, credits=list(credits))

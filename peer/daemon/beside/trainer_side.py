@@ -286,6 +286,8 @@ class SeatReducer(Reducer):
         self.peer_id: str = facts["peer_id"]
         self.method = self.spec.method()
         """The run's method, whose `worker` goes into a training loop."""
+        self.recovers = self.method.logged
+        """True if `start` takes the parameters from a log that is stored."""
         self.stopping = network.stopping
         """Set when the peer should stop: the trainer then waits for nothing more."""
         self.network = network

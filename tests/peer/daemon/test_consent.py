@@ -86,7 +86,7 @@ def test_the_owner_sees_what_the_run_asks_for(tmp_path):
         "tokenizer: bytes, built in",
         "method: diloco, 30 steps a round",
         "memory: about 1.04 GB, of which a GPU takes 172 MB, and that of the model's activations",
-        "disk: about 1.07 GB, and 300 MB free beside it",
+        "disk: about 1.03 GB, and 257 MB free beside it",
         "traffic: about 21.8 MB each way per round of 30 steps; 31.4 GB a day at one round a "
         "minute",
     ]

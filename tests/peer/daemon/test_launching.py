@@ -10,7 +10,7 @@ import threading
 import psutil
 import pytest
 
-from atoll.peer.daemon.launching import LOST, environment, is_lost
+from atoll.peer.daemon.launching import LOST, SMALLER, environment, is_lost
 from support.organiser import LOOPBACK
 
 TIMEOUT_S = 90
@@ -91,6 +91,7 @@ def test_gpus_on_a_machine_without_any_are_refused_at_once(tmp_path):
         ([-9, LOST], True),
         ([1, -9], True),  # torch's own error at the first rank
         ([LOST, 1], True),
+        ([1, SMALLER], True),  # out of memory
     ],
 )
 def test_ranks_start_again_only_if_one_was_lost(codes, lost):

@@ -29,6 +29,7 @@ from support.reducer_bench import (
     contribution,
     decided,
     entry,
+    keep_entries,
     state,
 )
 
@@ -349,18 +350,6 @@ def test_a_reset_frees_who_waits_and_forgets_the_residual(bench):
     each.reducer.wait()
     assert (each.commits[-1].reset, each.commits[-1].position) == (True, 9)
     assert each.residual().abs().max() == 0
-
-
-def keep_entries(store, entries):
-    for each in entries:
-        store.append(
-            epoch=0,
-            position=each.position,
-            entry=each.encode(),
-            certificate=b"",
-            body=b"",
-            chain=each.chain,
-        )
 
 
 @pytest.mark.parametrize(

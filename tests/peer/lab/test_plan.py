@@ -242,9 +242,9 @@ def test_a_run_needs_memory_and_disk_of_each_machine():
     numel, needs = Layout.of(model).numel, plan.needed(spec, model, 2)
     assert needs.inner_memory == 16 * numel
     assert needs.coordinator_memory - LEDGER_PROCESS_BYTES == pytest.approx(10 * numel, rel=0.01)
-    # four snapshots of 8 bytes a parameter, 20 saved, twelve updates of int8
-    assert needs.peer_disk == pytest.approx((32 + 20 + 12) * numel, rel=0.02)
-    assert needs.peer_disk_free == (8 + 20) * numel
+    # four snapshots of 8 bytes a parameter, 16 saved, twelve updates of int8
+    assert needs.peer_disk == pytest.approx((32 + 16 + 12) * numel, rel=0.02)
+    assert needs.peer_disk_free == (8 + 16) * numel
     assert needs.coordinator_disk == (3 + 3) * 8 * numel
     assert needs.coordinator_disk_free == 2 * 8 * numel
     assert needs.coordinator_disk_a_round == pytest.approx(numel, rel=0.05)
@@ -254,7 +254,7 @@ def test_a_run_needs_memory_and_disk_of_each_machine():
     assert (half.peer_state, half.coordinator_state) == (10 * numel, 6 * numel)
     assert half.coordinator_disk_free == 2 * 6 * numel
     budget = RunSpec.from_dict({"round": {"log_mb": 512}})
-    assert plan.needed(budget, model, 2).peer_disk == (32 + 20) * numel + 512_000_000
+    assert plan.needed(budget, model, 2).peer_disk == (32 + 16) * numel + 512_000_000
 
 
 def test_frozen_weights_and_small_moments_are_counted():

@@ -4,13 +4,43 @@ import torch
 from atoll.peer.errors import DeviceError
 from atoll.peer.training.devices import number_of_gpus
 from atoll.peer.training.ranks import FIT_SHARE, TRAIN_BYTES, fits, is_one_of_several
-from support.rank_work import trainers_on_ranks
+from support.rank_work import (
+    memory_is_remembered,
+    memory_of_a_shard,
+    memory_of_one_rank,
+    scaled_trainers,
+    too_little_memory,
+    trainers_on_ranks,
+    trainers_on_two_hosts,
+)
 from support.ranks import on_ranks
 
 
 @pytest.mark.slow
 def test_ranks_train_a_model_that_is_whole_on_each_or_cut_over_them(tmp_path):
     on_ranks(2, trainers_on_ranks, tmp_path, folder=tmp_path)
+
+
+@pytest.mark.slow
+def test_ranks_take_smaller_pieces_where_one_is_out_of_memory(tmp_path):
+    on_ranks(2, memory_of_one_rank, tmp_path, folder=tmp_path)
+    on_ranks(2, too_little_memory, tmp_path, folder=tmp_path)
+
+
+@pytest.mark.slow
+def test_ranks_of_a_cut_model_start_again_with_smaller_pieces(tmp_path):
+    on_ranks(2, memory_of_a_shard, tmp_path, folder=tmp_path)
+    on_ranks(2, memory_is_remembered, tmp_path, folder=tmp_path)
+
+
+@pytest.mark.slow
+def test_ranks_scale_the_loss_alike(tmp_path):
+    on_ranks(2, scaled_trainers, tmp_path, folder=tmp_path)
+
+
+@pytest.mark.slow
+def test_four_ranks_on_two_hosts_train_one_model(tmp_path):
+    on_ranks(4, trainers_on_two_hosts, tmp_path, folder=tmp_path)
 
 
 def test_a_model_fits_if_its_state_leaves_room_for_activations(monkeypatch):

@@ -660,7 +660,9 @@ def test_validation_and_saving_stay_within_their_budgets(corpus, tmp_path, monke
         trainer.step()
         trainer._save_when_due()
         if trainer._saving is not None:
-            trainer._saving.result(30)  # on a clock of its own it would be written beside the steps
+            trainer._saving.written.result(
+                30
+            )  # on a clock of its own it would be written beside the steps
             counted["saves"] += 1
         counted["validations"].add(trainer.statistics().valid_position)
     spent = trainer.time_spent()

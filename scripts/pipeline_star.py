@@ -110,8 +110,8 @@ class Server:
     def __init__(self, number: int, uplink: Uplink) -> None:
         """Build the stage."""
         self._number, self._uplink = number, uplink
-        self._model = slice_of(number)
-        self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=LEARNING_RATE)
+        self.model = slice_of(number)
+        self._optimizer = torch.optim.AdamW(self.model.parameters(), lr=LEARNING_RATE)
         self._codec = parse_activations(CODEC)
         self._coding = ThreadPoolExecutor(2)
         self._jobs: PriorityQueue[tuple[Kind, int, Any]] = PriorityQueue()
@@ -128,6 +128,7 @@ class Server:
                 answer = asyncio.create_task(self._answer(writer, await read(reader)))
                 answers.add(answer)
                 answer.add_done_callback(answers.discard)
+        writer.close()
 
     async def _answer(self, writer: StreamWriter, message: Message) -> None:
         number, kind, tokens, payload = message
@@ -168,14 +169,14 @@ class Server:
 
     @torch.no_grad()
     def _forward(self, inputs: Tensor) -> Tensor:
-        found: Tensor = self._model(inputs)
+        found: Tensor = self.model(inputs)
         return found
 
     def _backward(self, inputs: Tensor, other: Tensor) -> Tensor | None:
         """Add the gradients of a microbatch; return that of the input, if it is no tokens."""
         if self._number:
             inputs = inputs.requires_grad_()
-        output = self._model(inputs)
+        output = self.model(inputs)
         if self._number == STAGES - 1:
             loss_of(output, other).backward()
         else:
@@ -206,6 +207,12 @@ class Link:
             with suppress(OSError):
                 await self._connected()
             await asyncio.sleep(0.2)
+
+    async def close(self) -> None:
+        """Close the connection."""
+        if self._writer and self._reading:
+            self._writer.close()
+            await self._reading
 
     @property
     def cost(self) -> float:
@@ -268,20 +275,28 @@ class Trainer:
             await link.open()
         async with asyncio.TaskGroup() as group:
             for _ in range(IN_WORK):
-                group.create_task(self._lead())
+                group.create_task(self._lead_more())
 
-    async def _lead(self) -> None:
+    async def close(self) -> None:
+        """Close all connections."""
+        for link in (link for stage in self._stages.values() for link in stage):
+            await link.close()
+
+    async def _lead_more(self) -> None:
         while True:
-            tokens = torch.randint(VOCAB, (BATCH, SEQ_LEN + 1), dtype=torch.int32).numpy().tobytes()
-            inputs = [b""]
-            for stage in range(STAGES - 1):
-                ids = tokens if stage == 0 else b""
-                inputs.append(await self._ask(stage, Kind.FORWARD, ids, inputs[-1]))
-            gradient = await self._ask(STAGES - 1, Kind.LOSS, tokens, inputs.pop())
-            for stage in reversed(range(STAGES - 1)):
-                ids = tokens if stage == 0 else b""
-                gradient = await self._ask(stage, Kind.BACKWARD, ids, inputs.pop() + gradient)
+            await self.lead(torch.randint(VOCAB, (BATCH, SEQ_LEN + 1), dtype=torch.int32))
             print(time.time(), ROWS, flush=True)
+
+    async def lead(self, tokens_BT: Tensor) -> None:
+        """Lead a microbatch through all stages, there and back."""
+        tokens, inputs = tokens_BT.numpy().tobytes(), [b""]
+        for stage in range(STAGES - 1):
+            ids = tokens if stage == 0 else b""
+            inputs.append(await self._ask(stage, Kind.FORWARD, ids, inputs[-1]))
+        gradient = await self._ask(STAGES - 1, Kind.LOSS, tokens, inputs.pop())
+        for stage in reversed(range(STAGES - 1)):
+            ids = tokens if stage == 0 else b""
+            gradient = await self._ask(stage, Kind.BACKWARD, ids, inputs.pop() + gradient)
 
     async def _ask(self, stage: int, kind: Kind, tokens: bytes, payload: bytes) -> bytes:
         """Return the answer of a server of a stage, of another one if the first fails."""

@@ -10,7 +10,8 @@
               with one slow peer
     gpipe     the same of torch.distributed.pipelining over gloo, bf16
     1f1b      the same with another schedule
-    star      the same by trainers that pass all activations on, as in SWARM; int8
+    star      the same by trainers that pass all activations on, as in SWARM; int8, one on each host
+    star1     the undisturbed cases with one trainer
     slow      seconds a step where links bind as in the contest Protocol NanoGPT: ours with
               `subspace` and with 4 bits, 1F1B and GPipe with bf16
 
@@ -177,7 +178,7 @@ def other_now(case: Others, name: str, what: str, link: WanLink, seconds: float)
 
     def wait() -> None:
         time.sleep(seconds)
-        case.wait(from_s, MICROBATCHES_SEEN if name == "star" else STEPS)
+        case.wait(from_s, MICROBATCHES_SEEN if name.startswith("star") else STEPS)
 
     busy = busy_cores(wait)
     return meter.row(link, rate(case.since(from_s)), busy, **named(name), case=what)
@@ -206,7 +207,16 @@ def killed(case: Others, name: str) -> Row:
 
 def named(name: str) -> dict[str, str]:
     """Return the fields of a row that name another system."""
-    return {"system": name, "codec": INT8 if name == "star" else BF16}
+    return {"system": name, "codec": INT8 if name.startswith("star") else BF16}
+
+
+def one_trainer(seconds: float) -> Iterator[Row]:
+    """Measure a star with a trainer on one host."""
+    name = "star, one trainer"
+    with other(name, FAST) as case:
+        yield other_now(case, name, "undisturbed", FAST, seconds)
+        relink(case.lab, SLOW)
+        yield other_now(case, name, "undisturbed", SLOW, seconds)
 
 
 def slow_links(seconds: float) -> Iterator[Row]:
@@ -226,6 +236,7 @@ CASES: dict[str, Callable[[float], Iterator[Row]]] = {
     "gpipe": rival("GPipe"),
     "1f1b": rival("1F1B"),
     "star": rival("star"),
+    "star1": one_trainer,
     "slow": slow_links,
 }
 

@@ -19,7 +19,8 @@ MAX_WAIT_S = 240.0
 PROGRAMS = {
     "GPipe": ("pipeline_rivals.py", "GPipe"),
     "1F1B": ("pipeline_rivals.py", "1F1B"),
-    "star": ("pipeline_star.py", ""),
+    "star": ("pipeline_star.py", str(HOSTS)),
+    "star, one trainer": ("pipeline_star.py", "1"),
 }
 Mark = tuple[float, int]
 """Time, and tokens that were finished then."""
@@ -42,13 +43,10 @@ class Others:
         self.children = [self._start(name, host, each) for host, each in enumerate(pace_s)]
 
     def _start(self, name: str, host: int, pace_s: float) -> subprocess.Popen[bytes]:
-        program, schedule = PROGRAMS[name]
+        program, kind = PROGRAMS[name]
         words = ["env", f"{PACE}={pace_s}", ONE_THREAD, ATOLL[0]]
         words += [str(Path(__file__).resolve().with_name(program)), str(host)]
-        if schedule:
-            words += [self.lab.ip(0), schedule]
-        else:
-            words += [",".join(self.lab.ip(each) for each in range(HOSTS))]
+        words += [",".join(self.lab.ip(each) for each in range(HOSTS)), kind]
         with self._out(host).open("w") as out, self._errors(host).open("w") as errors:
             return self.lab.popen(host, words, cwd=self._folder, stdout=out, stderr=errors)
 

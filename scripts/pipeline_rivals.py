@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """One host of a pipeline of `torch.distributed.pipelining` over gloo, for `bench_pipeline.py`.
 
-    pipeline_rivals.py RANK ADDRESS_OF_RANK_0 SCHEDULE
+    pipeline_rivals.py RANK ADDRESS,ADDRESS,... SCHEDULE
 
 SCHEDULE is GPipe or 1F1B. The wiring is fixed: ranks 0, 1 and 2 are the stages of one chain, 3, 4
 and 5 those of another, and both average their gradients before each step. The slices are those of
@@ -65,7 +65,8 @@ def average(model: nn.Module, group: distributed.ProcessGroup) -> None:
 
 def main() -> None:
     """Take steps until this process is ended."""
-    rank, address, schedule = int(sys.argv[1]), sys.argv[2], SCHEDULES[sys.argv[3]]
+    rank, schedule = int(sys.argv[1]), SCHEDULES[sys.argv[3]]
+    address = sys.argv[2].split(",")[0]
     os.environ["GLOO_SOCKET_IFNAME"] = next(
         name for name in os.listdir("/sys/class/net") if name != "lo"
     )

@@ -1,20 +1,20 @@
 #!/usr/bin/env python3
 """One host of a star of trainers, for `bench_pipeline.py`: how SWARM lets activations travel.
 
-    pipeline_star.py HOST ADDRESS,ADDRESS,...
+    pipeline_star.py HOST ADDRESS,ADDRESS,... TRAINERS
 
-Host h serves stage h % 3, and has a trainer. A trainer leads each of its microbatches through the
-stages by itself (arXiv:2301.11913, and the code of yandex-research/swarm): it asks a server of a
-stage, waits for the answer, and sends it on to a server of the next one. So each activation, and
-each gradient, crosses a trainer's link twice. A server keeps nothing: the way back brings the
-stage's input again, and may go to another server than the way out.
+Host h serves stage h % 3; the first TRAINERS hosts have a trainer each. A trainer leads each of its
+microbatches through the stages by itself (arXiv:2301.11913, and the code of yandex-research/swarm):
+it asks a server of a stage, waits for the answer, and sends it on to a server of the next one. So
+each activation, and each gradient, crosses a trainer's link twice. A server keeps nothing: the way
+back brings the stage's input again, and may go to another server than the way out.
 
 What is better here than there: int8 by rows, as ours, in both directions; the last stage takes one
 question instead of two; a trainer passes frames on without decoding them; gradients leave and are
-computed first, two messages leave at a time, and all of it overlaps with computing; every host has
-a trainer, so that the links of all hosts carry what the trainers pass on. A trainer asks the server
-that would be done first by what is under way there and how long answers took, and leaves one alone
-for a minute that it cannot reach.
+computed first, two messages leave at a time, and all of it overlaps with computing. If every host
+has a trainer, the links of all hosts carry what trainers pass on. A trainer asks the server that
+would be done first by what is under way there and how long answers took, and leaves one alone for a
+minute that it cannot reach.
 
 A message (little endian): number, kind and tokens' and payload's bytes, then these. Prints the time
 and the tokens of each microbatch whose way is over.
@@ -44,7 +44,7 @@ from torch import Tensor
 from atoll.compression.activations import parse_activations
 
 PORT = 29600
-IN_WORK = 8  # microbatches of a trainer; with 6 of them the servers always have work
+IN_WORK = 48  # microbatches of all trainers; the servers always have work
 HEADER = struct.Struct("<IBII")
 AT_ONCE = 2  # messages that leave
 SEND_BUFFER = 1 << 18  # bytes in the kernel: more would queue in front of what is more urgent
@@ -269,12 +269,12 @@ class Trainer:
         for host, address in enumerate(addresses):
             self._stages[host % STAGES].append(Link(address, uplink))
 
-    async def run(self) -> None:
+    async def run(self, in_work: int) -> None:
         """Lead so many microbatches at a time, without an end, once all servers listen."""
         for link in (link for stage in self._stages.values() for link in stage):
             await link.open()
         async with asyncio.TaskGroup() as group:
-            for _ in range(IN_WORK):
+            for _ in range(in_work):
                 group.create_task(self._lead_more())
 
     async def close(self) -> None:
@@ -315,13 +315,15 @@ class Trainer:
 
 async def main() -> None:
     """Serve and train until this process is ended."""
-    host, addresses = int(sys.argv[1]), sys.argv[2].split(",")
+    host, addresses, trainers = int(sys.argv[1]), sys.argv[2].split(","), int(sys.argv[3])
     torch.set_num_threads(1)
     uplink = Uplink()
     server = Server(host % STAGES, uplink)
     listening = await asyncio.start_server(server.serve, addresses[host], PORT)
     async with listening:
-        await Trainer(addresses, uplink).run()
+        if host < trainers:
+            await Trainer(addresses, uplink).run(IN_WORK // trainers)
+        await listening.serve_forever()
 
 
 if __name__ == "__main__":

@@ -250,16 +250,7 @@ class Flowing(Case):
         factor = self.pipeline.factors[host - 1]
         pace = ",".join(str(each * factor) for each in self.pipeline.forward_s)
         name = f"peer-{host}"
-        words = [
-            "env",
-            f"{PACE}={pace}",
-            ONE_THREAD,
-            *ATOLL,
-            "peer",
-            str(self.invite),
-            "--yes",
-            "--json",
-        ]
+        words = ["env", f"{PACE}={pace}", ONE_THREAD, *ATOLL, "peer", str(self.invite)]
         words += ["--yes", "--json", "--data", "text.txt", "--device", "cpu"]
         words += ["--allow-model", CUSTOM, "--name", name, "--state-dir", name]
         with (self.folder / f"{name}.log").open("a") as log:

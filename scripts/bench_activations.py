@@ -85,10 +85,8 @@ TO_LOSS = (CODECS[1], CODECS[4], CODECS[7])  # of CODECS; the first sets the los
 
 def cases() -> Iterator[Case]:
     """Return all cases in the order in which they are measured."""
-    for table in ("codecs", "outer", "steps"):
-        for seed, case in product(SEEDS, [*of_codecs(), *of_rounds()]):
-            if case.table == table:
-                yield replace(case, setting=replace(case.setting, seed=seed))
+    for seed, case in product(SEEDS, [*of_codecs(), *of_rounds()]):
+        yield replace(case, setting=replace(case.setting, seed=seed))
 
 
 def of_codecs() -> Iterator[Case]:

@@ -10,9 +10,13 @@ forward pass is computed again. Takes steps until it is ended, and prints the ti
 each step at the first rank of each chain.
 """
 
+import fcntl
 import os
+import socket
+import struct
 import sys
 import time
+from contextlib import suppress
 from datetime import timedelta
 
 import torch
@@ -22,6 +26,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 
 VOCAB, STAGES, CHAINS, MICROBATCHES = 256, 3, 2, 32
 LEARNING_RATE = 1e-3
+SIOCGIFADDR = 0x8915  # of Linux
 SCHEDULES = {"GPipe": ScheduleGPipe, "1F1B": Schedule1F1B}
 GIVE_UP = timedelta(seconds=120)  # much longer than any transfer takes here
 
@@ -63,16 +68,26 @@ def average(model: nn.Module, group: distributed.ProcessGroup) -> None:
         grad.copy_(part.view_as(grad))
 
 
+def device_of(address: str) -> str:
+    """Return the network device that has an IPv4 address."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            with suppress(OSError):  # a device without an address
+                request = struct.pack("256s", name.encode())
+                found = fcntl.ioctl(probe.fileno(), SIOCGIFADDR, request)[20:24]
+                if socket.inet_ntoa(found) == address:
+                    return name
+    raise LookupError(f"no network device has {address}")
+
+
 def main() -> None:
     """Take steps until this process is ended."""
     rank, schedule = int(sys.argv[1]), SCHEDULES[sys.argv[3]]
-    address = sys.argv[2].split(",")[0]
-    os.environ["GLOO_SOCKET_IFNAME"] = next(
-        name for name in os.listdir("/sys/class/net") if name != "lo"
-    )
+    addresses = sys.argv[2].split(",")
+    os.environ["GLOO_SOCKET_IFNAME"] = device_of(addresses[rank])
     distributed.init_process_group(
         "gloo",
-        init_method=f"tcp://{address}:29500",
+        init_method=f"tcp://{addresses[0]}:29500",
         rank=rank,
         world_size=STAGES * CHAINS,
         timeout=GIVE_UP,

@@ -9,6 +9,7 @@
     outer     pipelines of 4 stages with outer rounds against the model in one piece, equal tokens
     codecs    each codec between 4 stages of one peer each: loss, and bytes a token
     steps     steps to a fixed loss at a constant learning rate
+    long      the same to the loss of four times as many steps, with one seed
 
 Models of 0.25M and 0.93M parameters train in one process (`pipeline_losses.py`), on the Python
 files of the standard library as bytes, with two seeds. Each row is saved once it is measured, in
@@ -37,8 +38,8 @@ SAVED = ROOT / "docs" / "benchmarks" / "activations.json"
 PAGE = SAVED.with_suffix(".md")
 MARKS = ("<!-- rows of activations.json -->", "<!-- end of rows -->")
 SEEDS = (0, 1)
-STEPS, RATE = 320, 3e-3
-MOST_STEPS = 4 * STEPS  # to a fixed loss, before a row is given up
+STEPS, LONG_STEPS, RATE = 320, 1280, 3e-3
+MOST_TIMES = 4  # as many steps as bf16 takes to a fixed loss, before a row is given up
 LOOK_STEPS, LOOK_BATCHES, LOOKS = 20, 4, 3  # the loss on the way is a mean of so many looks
 WHOLE, CUT, DENSE = "unsplit", "4 stages", "bf16"
 Row = dict[str, Any]
@@ -87,14 +88,22 @@ def cases() -> Iterator[Case]:
     """Return all cases in the order in which they are measured."""
     for seed, case in product(SEEDS, [*of_codecs(), *of_rounds()]):
         yield replace(case, setting=replace(case.setting, seed=seed))
+    for codecs in (TO_LOSS[0], TO_LOSS[-1]):
+        case = of_codec("long", *codecs)
+        yield replace(case, setting=replace(case.setting, steps=LONG_STEPS, decays=False))
 
 
 def of_codecs() -> Iterator[Case]:
     """Return the cases of codecs, with the first seed."""
-    for table, codecs, decays in (("codecs", CODECS, True), ("steps", TO_LOSS, False)):
-        for forward, backward in codecs:
-            setting = one("0.93M", forward=forward, backward=backward, decays=decays)
-            yield Case(table=table, name=named(forward, backward), setting=setting)
+    yield from (of_codec("codecs", *each) for each in CODECS)
+    for case in (of_codec("steps", *each) for each in TO_LOSS):
+        yield replace(case, setting=replace(case.setting, decays=False))
+
+
+def of_codec(table: str, forward: str, backward: str) -> Case:
+    """Return the case of a codec on the way out and one on the way back."""
+    setting = one("0.93M", forward=forward, backward=backward)
+    return Case(table=table, name=named(forward, backward), setting=setting)
 
 
 def of_rounds() -> Iterator[Case]:
@@ -113,7 +122,8 @@ def measure(case: Case, rows: Sequence[Row]) -> Row:
     """Train as a case says; return its row."""
     began_s = time.process_time()
     training = Training(case.setting)
-    found = to_loss(case, training, rows) if case.table == "steps" else to_end(case, training)
+    ends_at_loss = case.table in ("steps", "long")
+    found = to_loss(case, training, rows) if ends_at_loss else to_end(case, training)
     return {
         "table": case.table,
         "name": case.name,
@@ -144,8 +154,8 @@ def to_end(case: Case, training: Training) -> Row:
 
 def to_loss(case: Case, training: Training, rows: Sequence[Row]) -> Row:
     """Train until the loss is that of the first codec at its end; return the steps and the way."""
-    target = None if case.name == named(*TO_LOSS[0]) else target_of(rows, case.setting.seed)
-    until = case.setting.steps if target is None else MOST_STEPS
+    target = None if case.name == named(*TO_LOSS[0]) else target_of(rows, case)
+    until = case.setting.steps * (1 if target is None else MOST_TIMES)
     curve: list[tuple[int, float]] = []
     while training.steps < until:
         training.step()
@@ -164,9 +174,9 @@ def smooth(curve: Sequence[tuple[int, float]]) -> float:
     return statistics.mean(loss for _, loss in curve[-LOOKS:])
 
 
-def target_of(rows: Sequence[Row], seed: int) -> float:
-    """Return the loss that others have to reach with a seed."""
-    key = ("steps", named(*TO_LOSS[0]), "0.93M", seed)
+def target_of(rows: Sequence[Row], case: Case) -> float:
+    """Return the loss that a case has to reach."""
+    key = (case.table, named(*TO_LOSS[0]), case.setting.size, case.setting.seed)
     return next(float(row["loss"]) for row in rows if key_of(row) == key)
 
 
@@ -243,35 +253,41 @@ def codec_table(rows: Sequence[Row]) -> str:
 def steps_table(rows: Sequence[Row]) -> str:
     """Return the steps to a fixed loss as Markdown."""
     lines = [
-        "| codec | seed | loss to reach | steps | tokens | of those with bf16 | date, commit |",
-        "|---" * 7 + "|",
+        "| codec | seed | loss to reach | steps | of those with bf16 | date, commit |",
+        "|---" * 6 + "|",
     ]
-    for seed in SEEDS:
-        base = over_seeds(rows, "steps", named(*TO_LOSS[0]), "0.93M").get(seed)
+    for table, seed in product(("steps", "long"), SEEDS):
+        base = over_seeds(rows, table, named(*TO_LOSS[0]), "0.93M").get(seed)
         for name in (named(*each) for each in TO_LOSS):
-            row = over_seeds(rows, "steps", name, "0.93M").get(seed)
+            row = over_seeds(rows, table, name, "0.93M").get(seed)
             if row and base:
-                steps = row["steps"]
-                told = f"{steps:,}" if steps else f"not in {MOST_STEPS:,} ({row['loss']:.4f})"
-                ratio = f"{steps / base['steps']:.2f}" if steps else ""
-                lines.append(
-                    f"| {name} | {seed} | {base['loss']:.4f} | {told} | {row['tokens']:,} "
-                    f"| {ratio} | {row['date']}, {row['commit']} |"
-                )
+                lines.append(steps_line(row, base))
     return "\n".join(lines)
 
 
-TABLES: dict[str, Callable[[Sequence[Row]], str]] = {
+def steps_line(row: Row, base: Row) -> str:
+    """Return the steps of one codec, beside those of the first, as a line of a table."""
+    steps, most = row["steps"], MOST_TIMES * base["steps"]
+    told = f"{steps:,}" if steps else f"not in {most:,} ({row['loss']:.4f})"
+    ratio = f"{steps / base['steps']:.2f}" if steps else ""
+    return (
+        f"| {row['name']} | {row['seed']} | {base['loss']:.4f} | {told} | {ratio} "
+        f"| {row['date']}, {row['commit']} |"
+    )
+
+
+WRITERS: dict[str, Callable[[Sequence[Row]], str]] = {
     "outer": outer_table,
     "codecs": codec_table,
     "steps": steps_table,
 }
+TABLES = [*WRITERS, "long"]  # which is written with the steps
 
 
 def tables(rows: Sequence[Row]) -> str:
     """Return all rows as Markdown."""
     known = {row["table"] for row in rows}
-    return "\n\n".join(table(rows) for name, table in TABLES.items() if name in known)
+    return "\n\n".join(write(rows) for name, write in WRITERS.items() if name in known)
 
 
 def load(saved: Path = SAVED) -> list[Row]:
@@ -301,7 +317,7 @@ def arguments() -> argparse.Namespace:
     add("--rerun", action="store_true", help="measure again what is saved")
     add("--json", action="store_true", help="print the rows as JSON on the last line")
     options = parser.parse_args()
-    options.only = options.only.split(",") if options.only else list(TABLES)
+    options.only = options.only.split(",") if options.only else TABLES
     if unknown := set(options.only) - set(TABLES):
         parser.error(f"no table {', '.join(sorted(unknown))}; choose from {', '.join(TABLES)}")
     return options

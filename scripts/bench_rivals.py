@@ -221,14 +221,13 @@ def one_trainer(seconds: float) -> Iterator[Row]:
 
 def slow_links(seconds: float) -> Iterator[Row]:
     """Measure where links bind as in the contest."""
-    for activations, gradients in CODECS:
+    for (activations, gradients), name in zip(CODECS, ("1F1B", "GPipe"), strict=True):
         pipeline = replace(EQUAL, activations=activations, gradients=gradients)
         with running(pipeline, CONTEST) as case:
             time.sleep(2 * SETTLE_S)
             yield ours_now(case, "contest", CONTEST, seconds)
-    for name in ("1F1B", "GPipe"):
-        with other(name, CONTEST) as case:
-            yield other_now(case, name, "contest", CONTEST, seconds)
+        with other(name, CONTEST) as rival_case:
+            yield other_now(rival_case, name, "contest", CONTEST, seconds)
 
 
 CASES: dict[str, Callable[[float], Iterator[Row]]] = {

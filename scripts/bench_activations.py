@@ -69,6 +69,7 @@ OUTER = {
     "unsplit, 2 peers": {"stages": 1, "peers": 2},
     CUT: {},
     "4 stages, 2 peers each": {"peers": 2},
+    "4 stages, 2 peers each, fixed paths": {"peers": 2, "mixes": False},
     "4 stages, 2 peers each, int8": {"peers": 2, "forward": "int8", "backward": "int8"},
 }
 CODECS = (

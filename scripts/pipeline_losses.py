@@ -68,6 +68,8 @@ class Setting:
     stages: int = 4
     peers: int = 1
     """of a stage"""
+    mixes: bool = True
+    """whether each stage draws the peers of microbatches by itself; else paths are fixed"""
     forward: str = "fp32"
     backward: str = "fp32"
     decays: bool = True
@@ -174,6 +176,8 @@ class Training:
     def _routes(self) -> Iterator[tuple[int, ...]]:
         """Return the path of each microbatch of a step."""
         turns = [n % self.setting.peers for n in range(MICROBATCHES)]
+        if not self.setting.mixes:
+            return zip(*([turns] * self.setting.stages), strict=True)
         return zip(*(self._rng.sample(turns, len(turns)) for _ in self._stages), strict=True)
 
     def held_out(self, batches: int = VALID_BATCHES) -> float:

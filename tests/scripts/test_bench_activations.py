@@ -45,6 +45,11 @@ def test_each_peer_of_a_stage_gets_as_many_microbatches():
         assert sorted(route[stage] for route in routes) == [0, 0, 1, 1]
 
 
+def test_fixed_paths_never_cross():
+    training = pipeline_losses.Training(setting(peers=2, mixes=False))
+    assert {tuple(route) for route in training._routes()} == {(0,) * 4, (1,) * 4}
+
+
 def test_the_peers_of_a_stage_agree_after_a_window_and_not_within():
     training = pipeline_losses.Training(setting(peers=2))
     training.step()

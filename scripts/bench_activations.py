@@ -207,7 +207,8 @@ def losses(found: dict[int, Row]) -> str:
 
 def origin(found: dict[int, Row]) -> str:
     """Return when and at which commits rows were measured."""
-    return ", ".join(sorted({f"{row['date']}, {row['commit']}" for row in found.values()}))
+    dates, commits = ({row[name] for row in found.values()} for name in ("date", "commit"))
+    return ", ".join([*sorted(dates), *sorted(commits)])
 
 
 def outer_table(rows: Sequence[Row]) -> str:

@@ -28,7 +28,12 @@ def test_rows_are_compared_in_the_same_case_at_the_same_link(tmp_path):
     page, saved = tmp_path / "page.md", tmp_path / "saved.json"
     page.write_text("Before.\n{}\nold\n{}\nAfter.\n".format(*bench_rivals.MARKS))
     origin = {"date": "2026-01-01", "commit": "abc"}
-    each = (row(), row("GPipe", "bf16", tokens_per_s=1500.0), row(mbit=10.0, tokens_per_s=1.0))
+    each = (
+        row(),
+        row(codec="int4", tokens_per_s=9.0),
+        row("GPipe", "bf16", tokens_per_s=1500.0),
+        row(mbit=10.0, tokens_per_s=1.0),
+    )
     for one in each:
         rows = [bench_rivals.asdict(one) | origin]
         bench_rivals.save({"machine": "One", "rows": rows}, saved, page)

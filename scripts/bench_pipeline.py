@@ -10,7 +10,6 @@
     links     3 stages, 6 peers, at 10, 25 and 100 Mbit/s and 5 and 50 ms, in one run after another
     drained   the same at 25 Mbit/s and 50 ms, with steps that wait for all that is under way
     unequal   2 stages, 6 peers; those of the last stage are slow as 1:2:4
-    1f1b      torch.distributed.pipelining over gloo on the same hosts, at 25 Mbit/s and 50 ms
     churn     3 stages, 6 peers; one is killed each minute and started again
 
 A coordinator with a public address and the peers are processes on hosts of `WanLab`, with a model
@@ -37,17 +36,13 @@ from bench_allreduce import lab_is_possible
 from bench_nat import progress, wait_until
 from circumstances import circumstances, commit, today
 from pipeline_lab import (
-    RIVAL_HOSTS,
     ROWS,
-    WIDTH,
     Counts,
     Flowing,
     Pipeline,
-    RivalStep,
     busy_cores,
     counts,
     peer_bound,
-    rival_steps,
     stage_rate,
 )
 
@@ -154,19 +149,6 @@ class Churn:
         ]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Rival:
-    """Two chains of 1F1B with fixed wiring on the same hosts, measured."""
-
-    mbit: float
-    rtt_ms: float
-    tokens_per_s: float
-    bytes_per_token: int
-    """each way, at a peer of the stage in the middle"""
-    steps: int
-    busy_cores: float
-
-
 def lab_of(links: Sequence[WanLink]) -> WanLab:
     """Return hosts with the packets and the congestion control of most machines."""
     return WanLab(links, mtu=MTU, congestion=CONGESTION)
@@ -210,7 +192,11 @@ def measure(case: Flowing, name: str, link: WanLink, seconds: float) -> Row:
     # All stages count the same microbatches, so the mean has the least noise of reports.
     rate = statistics.mean(sum(each.rate(before, after) for each in stage) for stage in stages)
     least = peer_bound(
-        slowest, stages=pipeline.stages, forward_s=pipeline.forward_s[slowest], link=link
+        slowest,
+        stages=pipeline.stages,
+        forward_s=pipeline.forward_s[slowest],
+        link=link,
+        codecs=(pipeline.activations, pipeline.gradients),
     )
     return Row(
         case=name,
@@ -294,28 +280,6 @@ def unequal(seconds: float) -> Iterator[Row]:
     with running(UNEQUAL_PEERS, link, in_turn=True) as case:
         time.sleep(2 * SETTLE_S)  # until each origin has measured each peer
         yield measure(case, "unequal", link, seconds)
-
-
-def rival(seconds: float) -> Rival:
-    """Measure 1F1B of `torch.distributed.pipelining`, without its first step."""
-    link = link_of(25.0, 50.0)
-    links = [link] * RIVAL_HOSTS
-    with tempfile.TemporaryDirectory() as folder, lab_of(links) as lab:
-        found: list[list[RivalStep]] = []
-        busy = busy_cores(
-            lambda: found.extend(rival_steps(lab, Path(folder), EQUAL.forward_s[0], seconds))
-        )
-    # The chains exchange nothing. All ranks of one take as long.
-    chains = [found[rank][1:] for rank in range(0, RIVAL_HOSTS, EQUAL.stages)]
-    rates = [sum(n for _, n in steps) / sum(s for s, _ in steps) for steps in chains]
-    return Rival(
-        mbit=link.up,
-        rtt_ms=2 * link.delay_ms,
-        tokens_per_s=sum(rates),
-        bytes_per_token=2 * 2 * WIDTH,
-        steps=min(map(len, chains)),
-        busy_cores=busy,
-    )
 
 
 def churn(minutes: float, seed: int = 1) -> Churn:
@@ -460,21 +424,9 @@ def churn_table(found: dict[str, Any]) -> str:
     )
 
 
-def rival_table(found: dict[str, Any]) -> str:
-    """Return what another system reached as Markdown."""
-    return (
-        "| 1F1B over gloo | tokens/s | bytes a token, each way | steps | cores | date, commit |\n"
-        f"{'|---' * 6}|\n"
-        f"| {found['mbit']:g} Mbit/s, {found['rtt_ms']:g} ms | {found['tokens_per_s']:,.0f} "
-        f"| {found['bytes_per_token']:,} | {found['steps']} | {found['busy_cores']:.1f} "
-        f"| {found['date']}, {found['commit']} |"
-    )
-
-
 def tables(found: dict[str, Any]) -> str:
     """Return all that was measured as Markdown."""
     parts = [table(found["rows"])] if found["rows"] else []
-    parts += [rival_table(found["1f1b"])] if found["1f1b"] else []
     parts += [churn_table(found["churn"])] if found["churn"] else []
     return "\n\n".join(parts)
 
@@ -485,7 +437,6 @@ def merged(known: dict[str, Any], found: dict[str, Any]) -> dict[str, Any]:
     return {
         "machine": found["machine"],
         "rows": list(by_case.values()),
-        "1f1b": found["1f1b"] or known.get("1f1b"),
         "churn": found["churn"] or known.get("churn"),
     }
 
@@ -508,7 +459,7 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    add, names = parser.add_argument, [*CASES, "1f1b", "churn"]
+    add, names = parser.add_argument, [*CASES, "churn"]
     add("--only", default="", help=f"comma-separated (default all), of: {', '.join(names)}")
     add("--minutes", type=float, default=4.0, metavar="MIN", help="of churn (default: 4)")
     add(
@@ -534,7 +485,7 @@ def main() -> int:
     if why := lab_is_possible():
         print(f"bench pipeline: {why}", file=sys.stderr)
         return 2
-    found: dict[str, Any] = {**circumstances(), "rows": [], "1f1b": None, "churn": None}
+    found: dict[str, Any] = {**circumstances(), "rows": [], "churn": None}
     missed: list[str] = []
     origin = {"date": today(), "commit": commit()}
     for name in options.only:
@@ -543,9 +494,6 @@ def main() -> int:
             progress(json.dumps(asdict(row)))
             found["rows"].append(asdict(row) | origin)
             missed += row.missed
-        if name == "1f1b":
-            found["1f1b"] = asdict(rival(options.seconds)) | origin
-            progress(json.dumps(found["1f1b"]))
         if name == "churn":
             killed = churn(options.minutes)
             progress(json.dumps(asdict(killed)))

@@ -28,10 +28,6 @@ ROWS = BATCH * SEQ_LEN
 """Tokens of a microbatch."""
 CODEC = "int8"
 START_S = 120.0
-RIVALS = LOOKS.with_name("pipeline_rivals.py")
-RIVAL_HOSTS = 6  # two chains of three stages
-RivalStep = tuple[float, int]
-"""Seconds and tokens."""
 PACE = "BENCH_PACE"
 ONE_THREAD = "OMP_NUM_THREADS=1"  # six peers share the cores, where threads that wait would spin
 Flow = dict[str, Any]
@@ -110,6 +106,8 @@ class Pipeline:
     staleness: int
     inner_steps: int
     windows: str = "equal"
+    activations: str = CODEC
+    gradients: str = CODEC
 
     @property
     def stages(self) -> int:
@@ -140,19 +138,23 @@ class PeerBound:
         return "link" if self.link_s > self.compute_s else "compute"
 
 
-def forward_bytes() -> int:
+def forward_bytes(codec: str = CODEC) -> int:
     """Return the payload of a microbatch on its way out: the activations and the token ids."""
-    frame = parse_activations(CODEC).frame_bytes(ROWS, WIDTH)
-    return frame + 4 * BATCH * (SEQ_LEN + 1)
+    return backward_bytes(codec) + 4 * BATCH * (SEQ_LEN + 1)
 
 
-def backward_bytes() -> int:
+def backward_bytes(codec: str = CODEC) -> int:
     """Return the payload of a microbatch on its way back."""
-    return parse_activations(CODEC).frame_bytes(ROWS, WIDTH)
+    return parse_activations(codec).frame_bytes(ROWS, WIDTH)
 
 
 def peer_bound(
-    stage: int, *, stages: int, forward_s: float, link: WanLink, compute_passes: float | None = None
+    stage: int,
+    *,
+    stages: int,
+    forward_s: float,
+    link: WanLink,
+    codecs: tuple[str, str] = (CODEC, CODEC),
 ) -> PeerBound:
     """Return the bound of a peer, from the payloads alone: no headers, and no answers.
 
@@ -161,13 +163,13 @@ def peer_bound(
         stages: of the run.
         forward_s: that the peer waits in a forward pass.
         link: of the peer.
-        compute_passes: forward passes that a microbatch takes as long as; by default those of a
-            stage that computes its forward pass again for the backward pass.
+        codecs: of the way out and of the way back.
     """
     is_first, is_last = stage == 0, stage == stages - 1
-    passes = (3 if is_last else 4) if compute_passes is None else compute_passes
-    sent = forward_bytes() * (not is_last) + backward_bytes() * (not is_first)
-    received = forward_bytes() * (not is_first) + backward_bytes() * (not is_last)
+    passes = 3 if is_last else 4  # all but the last compute their forward pass again
+    out, back = forward_bytes(codecs[0]), backward_bytes(codecs[1])
+    sent = out * (not is_last) + back * (not is_first)
+    received = out * (not is_first) + back * (not is_last)
     link_s = max(8e-6 * sent / link.up, 8e-6 * received / link.down)
     return PeerBound(compute_s=passes * forward_s, link_s=link_s)
 
@@ -181,6 +183,7 @@ def stage_rate(pipeline: Pipeline, stage: int, link: WanLink, here: Sequence[int
             stages=pipeline.stages,
             forward_s=pipeline.forward_s[stage] * pipeline.factors[host - 1],
             link=link,
+            codecs=(pipeline.activations, pipeline.gradients),
         ).seconds
         for host in here
     )
@@ -211,8 +214,8 @@ class Flowing(Case):
                 "outer": {"inner_steps": pipeline.inner_steps, "windows": pipeline.windows},
                 "topology": {
                     "stages": pipeline.stages,
-                    "activations": CODEC,
-                    "gradients": CODEC,
+                    "activations": pipeline.activations,
+                    "gradients": pipeline.gradients,
                     "staleness": pipeline.staleness,
                 },
                 "round": {"min_peers": pipeline.peers},
@@ -248,16 +251,7 @@ class Flowing(Case):
         factor = self.pipeline.factors[host - 1]
         pace = ",".join(str(each * factor) for each in self.pipeline.forward_s)
         name = f"peer-{host}"
-        words = [
-            "env",
-            f"{PACE}={pace}",
-            ONE_THREAD,
-            *ATOLL,
-            "peer",
-            str(self.invite),
-            "--yes",
-            "--json",
-        ]
+        words = ["env", f"{PACE}={pace}", ONE_THREAD, *ATOLL, "peer", str(self.invite)]
         words += ["--yes", "--json", "--data", "text.txt", "--device", "cpu"]
         words += ["--allow-model", CUSTOM, "--name", name, "--state-dir", name]
         with (self.folder / f"{name}.log").open("a") as log:
@@ -323,34 +317,6 @@ def counts(looks: Sequence[dict[str, Any]]) -> list[Counts]:
             if not mine.points or peer["heard_at"] > mine.points[-1][0] + 0.1:
                 mine.points.append((peer["heard_at"], peer["flow"]))
     return list(found.values())
-
-
-def rival_steps(
-    lab: WanLab, folder: Path, forward_s: float, seconds: float
-) -> list[list[RivalStep]]:
-    """Run `pipeline_rivals.py` on all hosts; return the steps of each rank.
-
-    Raises:
-        RuntimeError: a rank failed.
-    """
-    (folder / "paced.py").write_text(MODEL)
-    children = []
-    for rank in range(RIVAL_HOSTS):
-        words = ["env", f"{PACE}={forward_s}", ONE_THREAD, ATOLL[0], str(RIVALS), str(rank)]
-        words += [lab.ip(0), str(seconds)]
-        children.append(
-            lab.popen(rank, words, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-        )
-    found = [child.communicate(timeout=seconds + 2 * START_S) for child in children]
-    for child, (_, errors) in zip(children, found, strict=True):
-        if child.returncode:
-            raise RuntimeError(f"a rank failed:\n{errors.decode()[-1500:]}")
-    return [[_rival_step(line) for line in out.decode().splitlines()] for out, _ in found]
-
-
-def _rival_step(line: str) -> RivalStep:
-    took_s, tokens = line.split()
-    return float(took_s), int(tokens)
 
 
 def busy_cores(seconds: Callable[[], None]) -> float:

@@ -1,26 +1,34 @@
 #!/usr/bin/env python3
 """One host of a pipeline of `torch.distributed.pipelining` over gloo, for `bench_pipeline.py`.
 
-    pipeline_rivals.py RANK ADDRESS_OF_RANK_0 SECONDS
+    pipeline_rivals.py RANK ADDRESS,ADDRESS,... SCHEDULE
 
-Runs 1F1B with fixed wiring: ranks 0, 1 and 2 are the stages of one chain, 3, 4 and 5 those of
-another, and the chains exchange nothing. The slices are those of `paced.py` in the current folder.
-Between stages travels bfloat16, since gloo has no codec. Prints the seconds of each step; the first
-one opens connections.
+SCHEDULE is GPipe or 1F1B. The wiring is fixed: ranks 0, 1 and 2 are the stages of one chain, 3, 4
+and 5 those of another, and both average their gradients before each step. The slices are those of
+`paced.py` in the current folder. Between stages travels bfloat16, since gloo has no codec; no
+forward pass is computed again. Takes steps until it is ended, and prints the time and the tokens of
+each step at the first rank of each chain.
 """
 
+import fcntl
 import os
+import socket
+import struct
 import sys
 import time
+from contextlib import suppress
 from datetime import timedelta
 
 import torch
 from pipeline_lab import BATCH, ROWS, SEQ_LEN, WIDTH
 from torch import Tensor, distributed, nn
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 
 VOCAB, STAGES, CHAINS, MICROBATCHES = 256, 3, 2, 32
 LEARNING_RATE = 1e-3
+SIOCGIFADDR = 0x8915  # of Linux
+SCHEDULES = {"GPipe": ScheduleGPipe, "1F1B": Schedule1F1B}
+GIVE_UP = timedelta(seconds=120)  # much longer than any transfer takes here
 
 
 class Narrow(nn.Module):
@@ -36,13 +44,14 @@ class Narrow(nn.Module):
         return output if self.is_last else output.bfloat16()
 
 
-def stage_of(number: int) -> nn.Module:
+def slice_of(number: int) -> nn.Module:
     """Return a stage of the bench's model."""
     sys.path.insert(0, os.getcwd())
     from paced import build  # type: ignore[import-not-found]
 
     slices = build(vocab_size=VOCAB, seq_len=SEQ_LEN, width=WIDTH, stages=STAGES)
-    return Narrow(slices[number](), is_first=number == 0, is_last=number == STAGES - 1)
+    built: nn.Module = slices[number]()
+    return built
 
 
 def loss_of(logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
@@ -50,43 +59,64 @@ def loss_of(logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
     return nn.functional.cross_entropy(logits_BTV.flatten(0, 1), targets_BT.flatten())
 
 
+def average(model: nn.Module, group: distributed.ProcessGroup) -> None:
+    """Average the gradients of a stage over the chains, as one tensor."""
+    grads = [param.grad for param in model.parameters() if param.grad is not None]
+    flat_N = torch.cat([grad.flatten() for grad in grads]).div_(CHAINS)
+    distributed.all_reduce(flat_N, group=group)
+    for grad, part in zip(grads, flat_N.split([grad.numel() for grad in grads]), strict=True):
+        grad.copy_(part.view_as(grad))
+
+
+def device_of(address: str) -> str:
+    """Return the network device that has an IPv4 address."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            with suppress(OSError):  # a device without an address
+                request = struct.pack("256s", name.encode())
+                found = fcntl.ioctl(probe.fileno(), SIOCGIFADDR, request)[20:24]
+                if socket.inet_ntoa(found) == address:
+                    return name
+    raise LookupError(f"no network device has {address}")
+
+
 def main() -> None:
-    """Take steps until the time is over."""
-    rank, address, seconds = int(sys.argv[1]), sys.argv[2], float(sys.argv[3])
-    device = next(name for name in os.listdir("/sys/class/net") if name != "lo")
-    os.environ["GLOO_SOCKET_IFNAME"] = device
+    """Take steps until this process is ended."""
+    rank, schedule = int(sys.argv[1]), SCHEDULES[sys.argv[3]]
+    addresses = sys.argv[2].split(",")
+    os.environ["GLOO_SOCKET_IFNAME"] = device_of(addresses[rank])
     distributed.init_process_group(
         "gloo",
-        init_method=f"tcp://{address}:29500",
+        init_method=f"tcp://{addresses[0]}:29500",
         rank=rank,
         world_size=STAGES * CHAINS,
-        timeout=timedelta(seconds=120),
+        timeout=GIVE_UP,
     )
-    chains = [[chain * STAGES + n for n in range(STAGES)] for chain in range(CHAINS)]
-    groups = [distributed.new_group(ranks) for ranks in chains]
     chain, number = divmod(rank, STAGES)
-    model = stage_of(number)
+    # Every rank makes all groups, in the same order.
+    chains = [
+        distributed.new_group([n * STAGES + each for each in range(STAGES)]) for n in range(CHAINS)
+    ]
+    peers = [
+        distributed.new_group([each * STAGES + n for each in range(CHAINS)]) for n in range(STAGES)
+    ]
+    model = Narrow(slice_of(number), is_first=number == 0, is_last=number == STAGES - 1)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
-    stage = PipelineStage(model, number, STAGES, torch.device("cpu"), group=groups[chain])
-    schedule = Schedule1F1B(stage, MICROBATCHES, loss_fn=loss_of)
+    stage = PipelineStage(model, number, STAGES, torch.device("cpu"), group=chains[chain])
+    steps = schedule(stage, MICROBATCHES, loss_fn=loss_of)
     tokens_BT = torch.randint(VOCAB, (MICROBATCHES * BATCH, SEQ_LEN))
-    until_s = time.monotonic() + seconds
     while True:
-        began_s = time.monotonic()
         if number == 0:
-            schedule.step(tokens_BT)
+            steps.step(tokens_BT)
         elif number == STAGES - 1:
-            schedule.step(target=tokens_BT, losses=[])
+            steps.step(target=tokens_BT, losses=[])
         else:
-            schedule.step()
+            steps.step()
+        average(model, peers[number])
         optimizer.step()
         optimizer.zero_grad()
-        print(time.monotonic() - began_s, ROWS * MICROBATCHES, flush=True)
-        is_over = torch.tensor([time.monotonic() > until_s], dtype=torch.int32)
-        distributed.broadcast(is_over, src=chains[chain][0], group=groups[chain])
-        if is_over:
-            break
-    distributed.destroy_process_group()
+        if number == 0:
+            print(time.time(), ROWS * MICROBATCHES, flush=True)
 
 
 if __name__ == "__main__":

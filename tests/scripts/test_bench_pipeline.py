@@ -113,7 +113,7 @@ def test_what_was_saved_stays_beside_what_is_new(tmp_path):
     page.write_text("Before.\n{}\nold\n{}\nAfter.\n".format(*bench_pipeline.MARKS))
     origin = {"date": "2026-01-01", "commit": "abc"}
     for case in ("10 Mbit/s, 5 ms", "unequal"):
-        found = {"machine": "One", "1f1b": None, "churn": None}
+        found = {"machine": "One", "churn": None}
         found["rows"] = [bench_pipeline.asdict(row(case)) | origin]
         bench_pipeline.save(found, saved, page)
     text = page.read_text()

@@ -11,7 +11,7 @@ A `Broken` names the rule and the machine.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,9 +24,7 @@ from atoll.optim.reduction.contribution import Feedback, Offer
 from atoll.optim.state.layout import Layout
 from atoll.optim.state.updates import Update, dense
 from atoll.peer.daemon.reducer import RunReducer
-
-if TYPE_CHECKING:
-    from atoll.peer.lab.hunt.machines import Machine
+from atoll.peer.lab.hunt.edges import Machine
 
 CLOSE = 1e-3  # sums of some hundred steps in fp32, of values around 1
 Place = tuple[int, int]
@@ -51,11 +49,15 @@ class Audit:
         self._decided: dict[Place, bytes] = {}
         self._roots: dict[bytes, bytes] = {}
         self._acknowledged: tuple[Place, bytes] = ((-1, -1), b"")
+        self._promised: dict[str, Place] = {}
+        """by incarnation"""
         self.furthest: Place = (-1, -1)
 
-    def fail(self, rule: str, text: str) -> None:
+    def fail(self, rule: str, text: str, *, cause: BaseException | None = None) -> None:
         """Note that a rule is broken."""
-        self.broken = self.broken or Broken(rule, text)
+        if self.broken is None:
+            self.broken = Broken(rule, text)
+            self.broken.__cause__ = cause
 
     def applied(self, machine: Machine, applied: Applied) -> None:
         """Take an entry that a replica has applied."""
@@ -87,6 +89,19 @@ class Audit:
                 "what is acknowledged stays",
                 f"{machine.name} has restarted at {epoch, position}, and had told peers that it "
                 f"holds {known_epoch, known_position}",
+            )
+
+    def promised(self, incarnation: str, place: Place) -> None:
+        """Take a place at which a keeper is about to vote."""
+        self._promised[incarnation] = max(place, self._promised.get(incarnation, (-1, -1)))
+
+    def remembered(self, machine: Machine, incarnation: str, left: Place) -> None:
+        """Take what a keeper remembers after a restart; a new incarnation has never voted."""
+        furthest = self._promised.get(incarnation, (-1, -1))
+        if left < furthest:
+            self.fail(
+                "promises are kept",
+                f"{machine.name} has voted at {tuple(furthest)} and remembers {tuple(left)}",
             )
 
 

@@ -15,6 +15,7 @@ from atoll.coordinator.run import admission
 from atoll.optim.log import replica, store
 from atoll.optim.reduction.contribution import Feedback, Offer
 from atoll.peer.daemon.keeping import KeptBallots
+from atoll.peer.rounds.consensus.round import NOWHERE, Place
 
 BugName = Literal[
     "skipped-fsync",
@@ -46,7 +47,13 @@ def _skipped_fsync() -> tuple[Any, str, Any]:
 
 def _unwritten_promise() -> tuple[Any, str, Any]:
     """A keeper does not write where it votes, and votes there again after a restart."""
-    return KeptBallots, "keep", lambda self, place: None
+    keep = KeptBallots.keep
+
+    def forget(self: KeptBallots, place: Place) -> None:
+        if place == NOWHERE:  # the file itself is made, or it would be a new elector each time
+            keep(self, place)
+
+    return KeptBallots, "keep", forget
 
 
 def _unverified_body() -> tuple[Any, str, Any]:

@@ -24,17 +24,16 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, Future
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+from pathlib import Path
+from typing import Any, ParamSpec, TypeVar
 
 from atoll.dht.testing.virtualtime import VirtualTimeLoop
 
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from atoll.peer.lab.hunt.machines import Machine
-
 P = ParamSpec("P")
 T = TypeVar("T")
+
+Machine = Any
+"""A `machines.Machine`, whose module imports this one."""
 
 BEGAN_S = 1.7e9  # seconds since 1970 when a simulation begins
 
@@ -45,11 +44,18 @@ START: ContextVar[int] = ContextVar("start", default=0)
 """The number of the machine's start to which the running code belongs."""
 
 
-def living() -> Machine | None:
-    """Return the machine of the running code, unless its process has been killed."""
+def living() -> Machine:
+    """Return the machine of the running code; None if its process has been killed."""
     machine = MACHINE.get()
     is_current = machine is not None and machine.is_up and machine.num_starts == START.get()
     return machine if is_current else None
+
+
+def here() -> Machine:
+    """Return the machine of the running code."""
+    machine = MACHINE.get()
+    assert machine is not None, "expected to run on a machine of a simulation"
+    return machine
 
 
 class HuntLoop(VirtualTimeLoop):
@@ -163,8 +169,10 @@ class Edges:
         """Open a database on the machine's disk."""
         machine = living()
         if machine is None:
-            return self._real_connect(path, **options)
-        return machine.disk.connect(self._real_connect, path, **options)
+            opened: sqlite3.Connection = self._real_connect(path, **options)
+            return opened
+        counted: sqlite3.Connection = machine.disk.connect(self._real_connect, path, **options)
+        return counted
 
     def fsync(self, descriptor: int) -> None:
         """Note that a file, or a folder, is on the machine's disk."""
@@ -271,4 +279,4 @@ def _set_defaults(
     by_name: dict[str, Any] | None,
 ) -> None:
     function.__defaults__ = positional
-    function.__kwdefaults__ = by_name  # type: ignore[assignment]
+    function.__kwdefaults__ = by_name

@@ -17,7 +17,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine
 from contextvars import copy_context
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 from atoll.coordinator.invites import issue
 from atoll.coordinator.run.invite import Invite
@@ -41,10 +41,9 @@ from atoll.peer.lab.hunt.edges import MACHINE, START, living
 from atoll.peer.lab.hunt.nodes import NodeTransport
 from atoll.peer.lab.hunt.trainers import Training
 
-if TYPE_CHECKING:
-    from atoll.peer.lab.hunt.world import World
-
 T = TypeVar("T")
+World = Any
+"""A `world.World`, whose module imports this one."""
 
 POLL_S = 0.5  # between two looks whether a keeper's process has failed
 RESTART_S = 3.0  # after which a process that has ended is started again, as a service manager does
@@ -181,7 +180,7 @@ class Machine(ABC):
 
     def join_wire(self) -> MemoryTransport:
         """Return the transport of its gRPC."""
-        transport = self.world.wire.transport(self.wire_name)
+        transport: MemoryTransport = self.world.wire.transport(self.wire_name)
         self._transports.append(transport)
         return transport
 
@@ -289,9 +288,10 @@ class PeerMachine(Machine):
     async def _invite(self) -> Invite:
         while self.world.invite is None:
             await asyncio.sleep(1.0)
+        invite: Invite = self.world.invite
         if not self.habits.is_keeper:
-            return self.world.invite
-        return replace(self.world.invite, token=self.world.coordinator.keeper_token)
+            return invite
+        return replace(invite, token=self.world.coordinator.keeper_token)
 
     def _on_event(self, level: Level, text: str) -> None:
         if living() is self:

@@ -20,7 +20,7 @@ from atoll.dht.roster import DhtRoster
 from atoll.dht.tasks import Tasks
 from atoll.dht.testing.memory import MemoryTransport
 from atoll.dht.transport import Check, TransportError, admit_everyone
-from atoll.peer.lab.hunt.edges import MACHINE
+from atoll.peer.lab.hunt.edges import here
 
 ASKED = 2  # as in `atoll.dht.node`
 ASK_EVERY_S, ASK_SOON_S, ASK_TIMEOUT_S = 5.0, 1.0, 5.0
@@ -117,8 +117,7 @@ class MemoryNode:
         **_: object,
     ) -> MemoryNode:
         """Join the network of the machine that this is called on."""
-        machine = MACHINE.get()
-        assert machine is not None, "a node in memory runs on a machine of a simulation"
+        machine = here()
         machine.clock_offset_s = clock_offset_s
         transport = machine.join_mesh(admission, check)
         roster = DhtRoster(

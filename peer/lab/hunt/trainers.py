@@ -28,7 +28,7 @@ from atoll.peer.daemon.peer import Peer
 from atoll.peer.daemon.reducer import NetworkReducer, RunReducer
 from atoll.peer.errors import SavedStateError
 from atoll.peer.lab.hunt.audits import AuditedResidual, WorkAudit
-from atoll.peer.lab.hunt.edges import MACHINE
+from atoll.peer.lab.hunt.edges import here
 from atoll.peer.training import saved
 
 T = TypeVar("T")
@@ -211,9 +211,7 @@ class Training:
 
     def __init__(self, peer: Peer, step_s: float, seed: int) -> None:
         """Train at a pace; noise and target follow from the seed."""
-        machine = MACHINE.get()
-        assert machine is not None
-        self._machine = machine
+        self._machine = machine = here()
         self._peer = peer
         self._step_s = step_s
         self._noise = torch.Generator().manual_seed(seed)

@@ -39,33 +39,35 @@ from atoll.coordinator.service import server
 from atoll.coordinator.service.service import Service
 from atoll.dht import clock
 from atoll.dht.identity import Identity
-from atoll.dht.testing.memory import MemoryLink, MemoryNetwork
+from atoll.dht.testing.memory import MemoryLink, MemoryNetwork, MemoryTransport
 from atoll.dht.transport import Check, TransportError
 from atoll.optim.log.entry import Entry, sha256
-from atoll.optim.log.replica import DISK_ERRORS, LiveReplica
+from atoll.optim.log.replica import DISK_ERRORS, Applied, LiveReplica
 from atoll.optim.log.store import StoreCorrupt
 from atoll.optim.state.layout import Layout
 from atoll.optim.state.outer_state import OuterState
 from atoll.peer.daemon import gossip_run, keeping, log_run, reducer, reporting
 from atoll.peer.daemon import peer as peer_module
+from atoll.peer.daemon.keeping import KeptBallots
 from atoll.peer.daemon.reach import bootstrap
 from atoll.peer.lab.hunt import wires
 from atoll.peer.lab.hunt.audits import Audit, Broken
 from atoll.peer.lab.hunt.disks import Disk
 from atoll.peer.lab.hunt.edges import (
     BEGAN_S,
-    MACHINE,
     Edges,
     HuntLoop,
     InlineExecutor,
     NoCounter,
+    here,
     living,
     replaced,
 )
 from atoll.peer.lab.hunt.machines import CoordinatorMachine, Habits, Machine, PeerMachine
 from atoll.peer.lab.hunt.nodes import MemoryDht, MemoryNode, NodeTransport
 from atoll.peer.lab.hunt.plans import Fault, RunPlan
-from atoll.peer.lab.hunt.trainers import TurnQueue
+from atoll.peer.lab.hunt.trainers import TOKENS, TurnQueue
+from atoll.peer.rounds.consensus.round import Ballots, Place
 
 RESUMES_S = 900.0  # an epoch opens 60 s after a stall, later after each that brought nothing
 ORGANISER_S = 300.0  # after which the organiser reads what the coordinator asks for
@@ -82,13 +84,32 @@ class WatchedReplica(LiveReplica):
 
     def __init__(self, *arguments: Any, **options: Any) -> None:  # noqa: ANN401
         super().__init__(*arguments, **options)
-        machine = MACHINE.get()
+        self.listeners.append(self._watch)
+
+    @staticmethod
+    def _watch(applied: Applied) -> None:
+        machine = living()
         if machine is not None:
-            self.listeners.append(
-                lambda applied: (
-                    machine.world.audit.applied(machine, applied) if living() is machine else None
-                )
-            )
+            machine.world.audit.applied(machine, applied)
+
+
+class WatchedBallots(Ballots):
+    """What a keeper remembers, which the world's audit compares with where it has voted."""
+
+    def __post_init__(self) -> None:
+        here().world.audit.remembered(here(), self._incarnation, self.left)
+
+    @property
+    def _incarnation(self) -> str:
+        kept: KeptBallots = self.keep.__self__  # type: ignore[attr-defined]
+        return kept.incarnation
+
+    def note(self, place: Place) -> None:
+        """Store a place, and see that it was stored."""
+        super().note(place)
+        machine = living()
+        if machine is not None:
+            machine.world.audit.promised(self._incarnation, place)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,9 +146,8 @@ class World:
         self._undo: list[tuple[float, Callable[[], None]]] = []
         self._clock_errors_s = 0.0
         self._gone: set[str] = set()
-        links = {"latency_s": plan.latency_s, "jitter_s": plan.jitter_s}
-        self.mesh = MemoryNetwork(self._stream("mesh"), kind=NodeTransport, **links)
-        self.wire = MemoryNetwork(self._stream("wire"), **links)
+        self.mesh = self._network("mesh", NodeTransport)
+        self.wire = self._network("wire", MemoryTransport)
         is_cut = "count=" in plan.method
         names = tuple(f"blocks.{i}.w" for i in range(BLOCKS)) if is_cut else ("w",)
         shape = (NUMEL // len(names),)
@@ -169,8 +189,7 @@ class World:
         """Take a failure that no process should have."""
         if isinstance(error, StoreCorrupt) and machine.tainted:
             return
-        self.audit.fail("nothing fails unexpectedly", f"{machine.name}: {error!r}")
-        self.audit.broken.__cause__ = error
+        self.audit.fail("nothing fails unexpectedly", f"{machine.name}: {error!r}", cause=error)
 
     def heard(self, machine: Machine, level: Level, text: str) -> None:
         """Take what a peer tells its owner."""
@@ -184,7 +203,7 @@ class World:
     def audited(self, machine: Machine, check: Check) -> Check:
         """Return a check of admissions that is checked itself."""
 
-        def audited_check(remote: str, credential: bytes) -> float:
+        def audited_check(remote: str, credential: bytes) -> float | None:
             until_s = check(remote, credential)
             admission = Admission.open(credential, _keys(self.plan).run_public_key)
             late_s = self._true_clock_s() - admission.expires_s - self._clock_errors_s
@@ -508,18 +527,14 @@ class World:
         return getattr(peer.run, "replica", None) if peer is not None else None
 
     def _check_bounds(self) -> None:
-        tasks = (
-            Counter(
-                machine.name
-                for task in asyncio.all_tasks()
-                if (machine := task.get_context().get(MACHINE)) is not None and machine.is_up
-            )
-            if hasattr(asyncio.Task, "get_context")
-            else Counter[str]()
-        )
-        for name, count in tasks.items():
-            if count > MOST_TASKS:
-                self.audit.fail("tasks are bounded", f"{name} has {count}")
+        """Hold tasks and what networks keep within their bounds."""
+        most = MOST_TASKS * len(self._machines())
+        now = len(asyncio.all_tasks()) - self._num_retired_tasks()
+        if now > most:
+            self.audit.fail("tasks are bounded", f"expected at most {most}, got {now}")
+
+    def _num_retired_tasks(self) -> int:
+        return sum(task is not None and not task.done() for task, _ in self.retired)
 
     # Inside
 
@@ -545,8 +560,13 @@ class World:
     def _true_clock_s(self) -> float:
         return BEGAN_S + self.now()
 
-    def _stream(self, name: str) -> random.Random:
-        return random.Random(f"{name} {self.plan.seed}")
+    def _network(self, name: str, kind: type[MemoryTransport]) -> MemoryNetwork:
+        return MemoryNetwork(
+            random.Random(f"{name} {self.plan.seed}"),
+            latency_s=self.plan.latency_s,
+            jitter_s=self.plan.jitter_s,
+            kind=kind,
+        )
 
     # What replaces the system
 
@@ -554,15 +574,13 @@ class World:
         self, stack: AsyncExitStack, coordinator: Coordinator, state_dir: Path, service: Service
     ) -> tuple[str, Any]:
         """Serve gRPC in memory instead of at a port."""
-        machine = MACHINE.get()
-        assert machine is not None
+        machine = here()
         wires.serve(machine.own_wire, service)
         return "10.0.0.1:7700", SimpleNamespace(p2p_port=None, multiaddr=str, caller=str)
 
     async def channel(self, target: str, sha256: bytes, *, timeout_s: float) -> wires.MemoryChannel:
         """Connect to the coordinator in memory instead of by TLS."""
-        machine = MACHINE.get()
-        assert machine is not None
+        machine = here()
 
         def replied(reply: Any) -> None:  # noqa: ANN401
             head = getattr(reply, "head", None)
@@ -574,7 +592,7 @@ class World:
     def places(self, edges: Edges) -> list[tuple[Any, str, Any]]:
         """Return what is replaced besides clocks, chance and disks."""
         queues = SimpleNamespace(SimpleQueue=TurnQueue, Empty=queue.Empty)
-        identities = SimpleNamespace(load_or_create=lambda path: MACHINE.get().identity)  # type: ignore[union-attr]
+        identities = SimpleNamespace(load_or_create=lambda path: here().identity)
         return [
             (peer_module, "Node", MemoryNode),
             (bootstrap, "Node", MemoryNode),
@@ -595,6 +613,7 @@ class World:
             (clock, "now_s", edges.run_clock_s),
             (peer_module, "new_incarnation", edges.incarnation),
             (keeping, "new_incarnation", edges.incarnation),
+            (keeping, "Ballots", WatchedBallots),
             (RunKeys, "generate", classmethod(lambda cls: _keys(self.plan))),
         ]
 
@@ -676,6 +695,8 @@ def _spec_of(plan: RunPlan) -> RunSpec:
             "run": {"name": "hunt", "rounds": 0},
             "outer": {"method": plan.method, "inner_steps": 4},
             "compression": {"codec": plan.codec},
+            "data": {"seq_len": TOKENS},  # a round is as long as the coordinator takes it for
+            "inner": {"batch_size": 1},
             "round": {
                 "min_peers": min(2, plan.trainers),
                 "electors": "keepers" if plan.keepers else "members",

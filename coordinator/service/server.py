@@ -88,7 +88,7 @@ from atoll.optim.log.replica import (
     log_folder,
     log_id,
 )
-from atoll.optim.log.store import LOG_FILE, LogStore
+from atoll.optim.log.store import LOG_FILE, LogStore, sync_folder
 from atoll.optim.state import vectors
 from atoll.optim.state.mapped import MappedVectors
 from atoll.optim.state.outer_state import DIGEST_BYTES, OuterState
@@ -556,9 +556,18 @@ def _expect_spec(spec: RunSpec, path: Path) -> None:
             )
         if differences:
             _forget_start(path.parent, stored.modules)
-    partial = path.with_name(".spec.json")
-    partial.write_bytes(spec.canonical())
+    _write(path, spec.canonical())
+
+
+def _write(path: Path, data: bytes) -> None:
+    """Write a file without which no start succeeds: whole or not at all, also if power is lost."""
+    partial = path.with_name(f".{path.name}.new")
+    with partial.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
     partial.replace(path)
+    sync_folder(path.parent)
 
 
 def _is_unused(state_dir: Path, modules: Sequence[str]) -> bool:
@@ -626,9 +635,7 @@ def _tokenizer(spec: RunSpec, read: Callable[[], bytes] | None, path: Path) -> b
                 f"{path}: the run's tokenizer is missing; restore a copy, or name the file in "
                 "data.tokenizer"
             )
-        partial = path.with_suffix(".new")
-        partial.write_bytes(packed)
-        partial.replace(path)
+        _write(path, packed)
     packed = path.read_bytes()
     try:
         unpack(packed, sha256=sha256, size=size)

@@ -28,6 +28,7 @@ import random
 from collections import deque
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from contextlib import suppress
+from contextvars import copy_context
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -112,9 +113,14 @@ class MemoryNetwork:
         jitter_s: float = 0.0,
         drop: float = 0.0,
         on_message: OnMessage | None = None,
+        kind: type[MemoryTransport] | None = None,
     ) -> None:
-        """`latency_s`, `jitter_s` and `drop` apply to links that `set_link` does not name."""
+        """`latency_s`, `jitter_s` and `drop` apply to links that `set_link` does not name.
+
+        `kind` is the class of the transports, for those who need more of them.
+        """
         self.rng = rng or random.Random(0)
+        self._kind = kind or MemoryTransport
         self.default = MemoryLink(latency_s=latency_s, jitter_s=jitter_s, drop=drop)
         self.on_message = on_message
         self.num_messages = 0
@@ -140,7 +146,7 @@ class MemoryNetwork:
         if old is not None and old.alive:
             raise ValueError(f"peer {peer_id} is alive; kill or close it before it starts again")
         self._frozen.pop(peer_id, None)
-        new = MemoryTransport(self, peer_id, admission=admission, check=check)
+        new = self._kind(self, peer_id, admission=admission, check=check)
         new.uplink_bytes_s, new.downlink_bytes_s = uplink_bytes_s, downlink_bytes_s
         self._peers[peer_id] = new
         return new
@@ -149,6 +155,11 @@ class MemoryNetwork:
     def peers(self) -> list[str]:
         """PeerIDs of the live peers."""
         return [name for name, peer in self._peers.items() if peer.alive]
+
+    def reaches(self, a: str, b: str) -> bool:
+        """Return whether a message between two peers would arrive now."""
+        is_alive = all(peer in self._peers and self._peers[peer].alive for peer in (a, b))
+        return is_alive and (a, b) not in self._cut and not {a, b} & self._frozen.keys()
 
     # Faults
 
@@ -332,9 +343,12 @@ class MemoryTransport:
         self.uplink_bytes_s = self.downlink_bytes_s = 0.0
         self.uplink_free_s = self.downlink_free_s = 0.0
         self._killed = False
-        self._calls: set[_Call] = set()
-        self._streams: set[MemoryStream] = set()
+        # Not sets: those are read in the order of addresses, which no seed repeats.
+        self._calls: dict[_Call, None] = {}
+        self._streams: dict[MemoryStream, None] = {}
         self._tasks = Tasks()
+        self._context = copy_context()
+        """of this process: what arrives is served in it, not in the sender's"""
 
     def __repr__(self) -> str:
         return f"MemoryTransport({self.peer_id})"
@@ -423,7 +437,7 @@ class MemoryTransport:
         dst = self.network._find(peer)
         there, back = _Pipe(self, dst, method), _Pipe(dst, self, method)
         call = _Call(peer, asyncio.get_running_loop().create_future(), (there, back))
-        self._calls.add(call)
+        self._calls[call] = None
         self.counters.calls_made += 1
         admission = self.admission
         try:
@@ -431,14 +445,14 @@ class MemoryTransport:
             self.network._send(there, size, lambda: dst._answer(call, admission, body))
             return await call.answer
         finally:
-            self._calls.discard(call)
+            self._calls.pop(call, None)
 
     async def _open(self, peer: str, method: str) -> MemoryStream:
         dst = self.network._find(peer)
         there, back = _Pipe(self, dst, method), _Pipe(dst, self, method)
         near, far = MemoryStream(self, there), MemoryStream(dst, back)
         near._far, far._far = far, near
-        self._streams.add(near)
+        self._streams[near] = None
         admission = self.admission
         self.network._send(there, len(method) + len(admission), lambda: dst._accept(far, admission))
         await asyncio.sleep(0)
@@ -446,8 +460,11 @@ class MemoryTransport:
 
     # The other side
 
+    def _spawn(self, work: Coroutine[None, None, None]) -> None:
+        self._context.copy().run(self._tasks.spawn, work)
+
     def _answer(self, call: _Call, admission: bytes, body: bytes) -> None:
-        self._tasks.spawn(self._serve_call(call, admission, body))
+        self._spawn(self._serve_call(call, admission, body))
 
     async def _serve_call(self, call: _Call, admission: bytes, body: bytes) -> None:
         there, back = call.pipes
@@ -463,8 +480,8 @@ class MemoryTransport:
         self.network._send(back, size, lambda: call.settle(outcome))
 
     def _accept(self, stream: MemoryStream, admission: bytes) -> None:
-        self._streams.add(stream)
-        self._tasks.spawn(self._serve_stream(stream, admission))
+        self._streams[stream] = None
+        self._spawn(self._serve_stream(stream, admission))
         if not stream.far_end_lives:  # the caller died while the question was on its way
             stream.lose(PeerUnreachable(f"peer {stream.remote} is gone", peer=stream.remote))
 
@@ -536,7 +553,7 @@ class MemoryStream(StreamEnd):
         self._far._wake()
 
     async def _shut(self) -> None:
-        self._transport._streams.discard(self)
+        self._transport._streams.pop(self, None)
         if self._transport.alive:
             with suppress(TransportError):
                 await self._transport._awake()

@@ -939,7 +939,10 @@ class Replica(ReplicaView):
             return at
         if written.file is None or not self.store.put_snapshot(written.file):
             return at
-        file = self.store.open_snapshot(written.position)
+        try:
+            file = self.store.open_snapshot(written.position)
+        except NotStored:  # pruned at once: newer ones are here, which resuming could not read
+            return at
         return replace(at, snapshots={**at.snapshots, written.position: file})
 
     def lease(self, position: int) -> SnapshotFile | None:

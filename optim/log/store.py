@@ -343,6 +343,7 @@ class Snapshots:
         row = (written.position, written.chain, written.root, digests, layout, name)
         with self._lock, self._db:
             written.partial.replace(self._directory / name)
+            sync_folder(self._directory)  # or the row could outlive the name
             self._db.execute("INSERT OR REPLACE INTO snapshots VALUES (?, ?, ?, ?, ?, ?)", row)
 
     def forget(self, positions: Sequence[int]) -> list[Path]:
@@ -964,6 +965,15 @@ def _record(row: tuple[Any, ...], *, is_unwritten: bool) -> StoredEntry:
         body_bytes=row[5],
         has_body=bool(row[6]) or is_unwritten,
     )
+
+
+def sync_folder(folder: Path) -> None:
+    """Put the names in a folder on the disk, as a rename alone does not. Raises OSError."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def _unlink(files: list[Path]) -> None:

@@ -747,3 +747,22 @@ def test_a_ledger_whose_update_does_not_decode_halfway_takes_its_snapshot(
     assert replica.position == 2  # the log goes on
     assert replica.state.position == 0
     assert replica.state.root() == kit.genesis().root()
+
+
+def test_a_peer_resumes_behind_newer_snapshots_that_cannot_be_read(tmp_path: Path) -> None:
+    """Those that it writes on the way are older, so each is pruned as soon as it is there."""
+    log = Log(tmp_path, swarm=kit.Swarm(), keys=KEYS)
+    peer = log.open("peer", is_ledger=False)
+    peer.adopt(log.whole.epoch_record)
+    for _ in range(12):
+        log.grow(1)
+        peer.accept(*log.entries[-1])
+        peer.save_due()
+    peer.store.close()
+    for path in (tmp_path / "peer").glob("snapshot-*[1-9]*.bin"):
+        path.write_bytes(b"damaged")
+    again = log.open("peer", is_ledger=False)
+    assert again.resume()
+    assert again.head == log.whole.head and again.state.root() == log.whole.state.root()
+    for each in (again, log.whole):
+        each.store.close()

@@ -1,0 +1,14 @@
+"""A whole run from one seed, in one process and in virtual time, to hunt faults.
+
+world       the run: coordinator, keepers, trainers, and what joins them
+plans       what happens in it: drawn from a seed, or shrunk
+audits      what must hold whatever happens
+machines    one computer: its clock, disk, links and the process that runs on it
+disks       files that lose what was not synced
+wires       gRPC over the network in memory
+nodes       a DHT node over the network in memory
+trainers    a training loop that takes turns with the event loop
+edges       what a process gets from its system, replaced for all of that
+bugs        faults put in by hand, to see whether the hunt finds them
+hunting     seeds one after another, and the shrinking of those that fail
+"""

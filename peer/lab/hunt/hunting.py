@@ -1,0 +1,217 @@
+"""Seeds one after another, and what is found: printed, replayed, shrunk.
+
+hunt(Search(seeds=range(1000), ...), tell=print)   all of them, or until the time is over
+shrink(plan, ...)                                   the same failure with fewer faults
+"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from multiprocessing import get_context
+from pathlib import Path
+
+import torch
+
+from atoll.peer.lab.hunt import plans
+from atoll.peer.lab.hunt.bugs import BugName, with_bug
+from atoll.peer.lab.hunt.plans import RunPlan
+from atoll.peer.lab.hunt.world import Verdict, run
+
+MEMORY = Path("/dev/shm")  # files of a simulation are small, and many are synced
+AT_ONCE = 2  # seeds that wait for each process
+
+
+@dataclass(frozen=True, kw_only=True)
+class Search:
+    """Which seeds to run, and how."""
+
+    first: int = 0
+    seeds: int = 100
+    minutes: float = 0.0
+    """Of real time, after which no further seed begins; 0: all seeds."""
+    virtual_minutes: float | None = None
+    """Minutes of faults in each run; None: drawn from the seed."""
+    jobs: int = 1
+    bug: BugName | None = None
+    until_found: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """What became of one seed, without what a process keeps for itself."""
+
+    seed: int
+    rule: str
+    """The rule that was broken; empty if none was."""
+    text: str
+    virtual_s: float
+    cpu_s: float
+    positions: int
+    epochs: int
+    resumed_s: float
+    faults: Counter[str]
+
+
+@dataclass(kw_only=True)
+class Summary:
+    """What became of all seeds."""
+
+    runs: int = 0
+    found: list[Result] = field(default_factory=list)
+    virtual_s: float = 0.0
+    cpu_s: float = 0.0
+    wall_s: float = 0.0
+    positions: int = 0
+    epochs: int = 0
+    longest_resume_s: float = 0.0
+    faults: Counter[str] = field(default_factory=Counter)
+
+    def add(self, result: Result) -> None:
+        """Count a result."""
+        self.runs += 1
+        if result.rule:
+            self.found.append(result)
+        self.virtual_s += result.virtual_s
+        self.cpu_s += result.cpu_s
+        self.positions += result.positions
+        self.epochs += result.epochs
+        self.longest_resume_s = max(self.longest_resume_s, result.resumed_s)
+        self.faults += result.faults
+
+    def to_json(self) -> dict[str, object]:
+        """Return plain data."""
+        return {
+            "runs": self.runs,
+            "found": [
+                {"seed": each.seed, "rule": each.rule, "text": each.text} for each in self.found
+            ],
+            "virtual_hours": round(self.virtual_s / 3600, 2),
+            "cpu_s": round(self.cpu_s, 1),
+            "wall_s": round(self.wall_s, 1),
+            "virtual_hours_per_cpu_s": round(self.virtual_s / 3600 / max(self.cpu_s, 1e-9), 4),
+            "positions": self.positions,
+            "epochs": self.epochs,
+            "longest_resume_s": round(self.longest_resume_s),
+            "faults": dict(sorted(self.faults.items())),
+        }
+
+
+def run_plan(plan: RunPlan, bug: BugName | None = None) -> Verdict:
+    """Run one plan, in a folder of its own."""
+    torch.set_num_threads(1)
+    place = MEMORY if MEMORY.is_dir() else None
+    with ExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="hunt-", dir=place))
+        if bug is not None:
+            stack.enter_context(with_bug(bug))
+        return run(plan, Path(folder) / "run")
+
+
+def run_seed(seed: int, virtual_minutes: float | None = None, bug: BugName | None = None) -> Result:
+    """Run one seed."""
+    began_s = time.process_time()
+    verdict = run_plan(plans.draw(seed, minutes=virtual_minutes), bug)
+    broken = verdict.broken
+    return Result(
+        seed=seed,
+        rule=broken.rule if broken is not None else "",
+        text=str(broken) if broken is not None else "",
+        virtual_s=verdict.virtual_s,
+        cpu_s=time.process_time() - began_s,
+        positions=verdict.positions,
+        epochs=verdict.epochs,
+        resumed_s=verdict.resumed_s,
+        faults=verdict.faults,
+    )
+
+
+def hunt(search: Search, tell: Callable[[Result], None]) -> Summary:
+    """Run seeds, in processes of their own if there are several jobs."""
+    began_s, summary = time.monotonic(), Summary()
+    results = _one_after_another(search) if search.jobs == 1 else _beside_each_other(search)
+    for result in results:
+        summary.add(result)
+        tell(result)
+        if search.until_found and result.rule:
+            break
+    summary.wall_s = time.monotonic() - began_s
+    return summary
+
+
+def _seeds(search: Search) -> Iterator[int]:
+    began_s = time.monotonic()
+    for seed in range(search.first, search.first + search.seeds):
+        if search.minutes and time.monotonic() - began_s > search.minutes * 60:
+            return
+        yield seed
+
+
+def _one_after_another(search: Search) -> Iterator[Result]:
+    for seed in _seeds(search):
+        yield run_seed(seed, search.virtual_minutes, search.bug)
+
+
+def _beside_each_other(search: Search) -> Iterator[Result]:
+    seeds, waiting = _seeds(search), set[Future[Result]]()
+    with ProcessPoolExecutor(search.jobs, mp_context=get_context("spawn")) as pool:
+        try:
+            while True:
+                for seed in seeds:
+                    waiting.add(pool.submit(run_seed, seed, search.virtual_minutes, search.bug))
+                    if len(waiting) >= AT_ONCE * search.jobs:
+                        break
+                if not waiting:
+                    return
+                done, waiting = wait(waiting, return_when=FIRST_COMPLETED)
+                for each in done:
+                    yield each.result()
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
+def shrink(
+    plan: RunPlan, rule: str, *, bug: BugName | None = None, tries: int = 60
+) -> tuple[RunPlan, int]:
+    """Return a smaller plan that breaks the same rule, and how many were tried.
+
+    Faults are left out by halves, quarters and so on; then the run heals after the last one.
+    """
+    num_tried, size = 0, max(1, len(plan.faults) // 2)
+
+    def still_fails(candidate: RunPlan) -> bool:
+        nonlocal num_tried
+        num_tried += 1
+        broken = run_plan(candidate, bug).broken
+        return broken is not None and broken.rule == rule
+
+    while True:
+        start, has_shrunk = 0, False
+        while start < len(plan.faults) and num_tried < tries:
+            candidate = plan.without(range(start, start + size))
+            if still_fails(candidate):
+                plan, has_shrunk = candidate, True
+            else:
+                start += size
+        if (size == 1 and not has_shrunk) or num_tried >= tries:
+            break
+        size = max(1, size // 2)
+    shorter = plan.shortened()
+    if shorter != plan and num_tried < tries and still_fails(shorter):
+        plan = shorter
+    return plan, num_tried
+
+
+def story_of(verdict: Verdict) -> Sequence[str]:
+    """Return what happened in a run, a line each, with its settings first."""
+    plan = verdict.plan
+    settings = (
+        f"{plan.method} {plan.codec}, {plan.trainers} trainers, {plan.keepers} keepers, "
+        f"{plan.step_s:g} s a step, latency {plan.latency_s:g} s, healed after {plan.lasts_s:g} s"
+    )
+    return [settings, *map(str, plan.faults), "", *verdict.story]

@@ -1,0 +1,152 @@
+"""What happens in a simulated run, as plain data: the run's settings, and faults by the second.
+
+`draw` is a pure function of the seed. A plan can lose faults and minutes, and is then still a plan:
+that is how a failing one shrinks.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, replace
+from typing import Literal
+
+FaultKind = Literal[
+    "kill",  # SIGKILL of a machine's process, for a while
+    "power",  # loss of power: what was not synced is lost in part
+    "crash",  # the same in the middle of a change of the disk
+    "wipe",  # the machine comes back with an empty disk
+    "freeze",  # SIGSTOP, for a while
+    "cut",  # nothing passes between two machines, for a while
+    "part",  # or between two groups
+    "reset",  # connections of two machines break
+    "slow",  # a thin uplink, for a while
+    "loss",  # lost packets between two machines, for a while
+    "full",  # a full disk, until the process has been started again
+    "rot",  # some bytes of a stored update change
+    "clock",  # a clock jumps
+    "away",  # the coordinator is away: seconds to hours
+    "lone",  # all trainers but one die
+    "leave",  # a trainer leaves cleanly, and is back later
+    "join",  # one more trainer
+    "evict",  # the organiser puts a trainer out
+]
+
+KINDS: dict[FaultKind, float] = {
+    "kill": 4,
+    "power": 3,
+    "crash": 3,
+    "wipe": 1,
+    "freeze": 2,
+    "cut": 3,
+    "part": 2,
+    "reset": 2,
+    "slow": 1,
+    "loss": 1,
+    "full": 1,
+    "rot": 2,
+    "clock": 1,
+    "away": 2,
+    "lone": 1,
+    "leave": 1,
+    "join": 1,
+    "evict": 0.3,
+}
+"""How often each is drawn, relative to the others."""
+
+LASTS_S = (0.5, 2.0, 5.0, 20.0, 70.0, 200.0)
+AWAY_S = (20.0, 200.0, 900.0, 7200.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fault:
+    """One thing that goes wrong."""
+
+    at_s: float
+    kind: FaultKind
+    who: int
+    """Number of a machine, modulo how many there are."""
+    other: int
+    lasts_s: float
+    amount: float
+    """In [0, 1): how much, whatever the kind makes of it."""
+
+    def __str__(self) -> str:
+        return f"{self.at_s:8.1f} s  {self.kind:6} {self.who} {self.other} for {self.lasts_s:g} s"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunPlan:
+    """A run and what happens in it."""
+
+    seed: int
+    method: str
+    codec: str
+    trainers: int
+    keepers: int
+    step_s: float
+    latency_s: float
+    jitter_s: float
+    longest_job_s: float
+    admission_hours: float
+    snapshot_every: int
+    lasts_s: float
+    """Seconds until everything heals."""
+    faults: tuple[Fault, ...]
+
+    def without(self, gone: range) -> RunPlan:
+        """Return the plan without some of its faults."""
+        kept = tuple(f for index, f in enumerate(self.faults) if index not in gone)
+        return replace(self, faults=kept)
+
+    def shortened(self) -> RunPlan:
+        """Return the plan, healed soon after its last fault."""
+        last_s = max((f.at_s for f in self.faults), default=0.0)
+        return replace(self, lasts_s=min(self.lasts_s, last_s + 5.0))
+
+
+METHODS = (
+    ("diloco", "fp32"),
+    ("diloco", "int8"),
+    ("diloco", "int8"),
+    ("diloco(count=3,tau=2)", "int8"),
+    ("noloco", "fp32"),
+)
+
+
+def draw(seed: int, *, minutes: float | None = None) -> RunPlan:
+    """Return the plan of a seed; `minutes` replaces how long it lasts."""
+    chance = random.Random(f"plan {seed}")
+    method, codec = chance.choice(METHODS)
+    keepers = chance.choice([0, 0, 0, 1, 3]) if method != "noloco" else 0
+    step_s = chance.choice([0.5, 1.0, 2.0])
+    lasts_s = 60 * (minutes or chance.choice([1.0, 2.0, 4.0]))
+    every_s = chance.choice([4.0, 10.0, 30.0])
+    faults, at_s = [], 8 * step_s + 5
+    kinds, weights = tuple(KINDS), tuple(KINDS.values())
+    while (at_s := at_s + chance.expovariate(1 / every_s)) < lasts_s:
+        kind = chance.choices(kinds, weights)[0]
+        faults.append(
+            Fault(
+                at_s=round(at_s, 1),
+                kind=kind,
+                who=chance.randrange(1000),
+                other=chance.randrange(1000),
+                lasts_s=chance.choice(AWAY_S if kind == "away" else LASTS_S),
+                amount=chance.random(),
+            )
+        )
+    return RunPlan(
+        seed=seed,
+        method=method,
+        codec=codec,
+        trainers=chance.choice([2, 3, 3, 4]),
+        keepers=keepers,
+        step_s=step_s,
+        latency_s=chance.choice([0.002, 0.025, 0.15]),
+        jitter_s=chance.choice([0.0, 0.01, 0.1]),
+        longest_job_s=chance.choice([0.001, 0.05, 0.4]),
+        admission_hours=chance.choice([0.01, 168.0]),
+        snapshot_every=chance.choice([2, 4]),
+        lasts_s=lasts_s,
+        faults=tuple(faults),
+    )

@@ -1,0 +1,755 @@
+"""A run of simulated machines, from a plan to its verdict.
+
+    verdict = run(plan, folder)
+    verdict.broken              the rule that was broken, or None
+
+Faults happen at their times, then everything heals, and the run has to go on: within `RESUMES_S`
+the log is two positions further and every trainer is there. `Audit` watches all of the time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+import queue
+import random
+import shutil
+import sqlite3
+from collections import Counter
+from collections.abc import Callable, Coroutine
+from contextlib import AsyncExitStack, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+from atoll.coordinator import invites
+from atoll.coordinator.coordinator import Coordinator
+from atoll.coordinator.rpc import channel
+from atoll.coordinator.run.admission import CLOCK_SLACK_S, Admission
+from atoll.coordinator.run.invite import Invite
+from atoll.coordinator.run.keys import RunKeys
+from atoll.coordinator.run.levels import Level
+from atoll.coordinator.run.spec import RunSpec
+from atoll.coordinator.service import server
+from atoll.coordinator.service.service import Service
+from atoll.dht import clock
+from atoll.dht.identity import Identity
+from atoll.dht.testing.memory import MemoryLink, MemoryNetwork, MemoryTransport
+from atoll.dht.transport import Check, TransportError
+from atoll.optim.log.entry import Entry, sha256
+from atoll.optim.log.replica import DISK_ERRORS, Applied, LiveReplica
+from atoll.optim.log.store import StoreCorrupt
+from atoll.optim.state.layout import Layout
+from atoll.optim.state.outer_state import OuterState
+from atoll.peer.daemon import gossip_run, keeping, log_run, reducer, reporting
+from atoll.peer.daemon import peer as peer_module
+from atoll.peer.daemon.keeping import KeptBallots
+from atoll.peer.daemon.reach import bootstrap
+from atoll.peer.lab.hunt import wires
+from atoll.peer.lab.hunt.audits import Audit, Broken
+from atoll.peer.lab.hunt.disks import Disk
+from atoll.peer.lab.hunt.edges import (
+    BEGAN_S,
+    Edges,
+    HuntLoop,
+    InlineExecutor,
+    NoCounter,
+    here,
+    living,
+    replaced,
+)
+from atoll.peer.lab.hunt.machines import CoordinatorMachine, Habits, Machine, PeerMachine
+from atoll.peer.lab.hunt.nodes import MemoryDht, MemoryNode, NodeTransport
+from atoll.peer.lab.hunt.plans import Fault, RunPlan
+from atoll.peer.lab.hunt.trainers import TOKENS, TurnQueue
+from atoll.peer.rounds.consensus.round import Ballots, Place
+
+RESUMES_S = 900.0  # an epoch opens 60 s after a stall, later after each that brought nothing
+ORGANISER_S = 300.0  # after which the organiser reads what the coordinator asks for
+LOOK_S = 1.0  # between two looks at what must hold
+ENDING_TRIES = 40  # to end what is left of processes that were killed, a virtual second each
+MOST_TASKS = 120  # of a machine, a second after everything has healed and gone on
+NUMEL = 1500
+BLOCKS = 3
+MOST_PEERS = 6
+
+
+class WatchedReplica(LiveReplica):
+    """A replica whose entries the world's audit sees."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:  # noqa: ANN401
+        super().__init__(*arguments, **options)
+        self.listeners.append(self._watch)
+
+    @staticmethod
+    def _watch(applied: Applied) -> None:
+        machine = living()
+        if machine is not None:
+            machine.world.audit.applied(machine, applied)
+
+
+class WatchedBallots(Ballots):
+    """What a keeper remembers, which the world's audit compares with where it has voted."""
+
+    def __post_init__(self) -> None:
+        here().world.audit.remembered(here(), self._incarnation, self.left)
+
+    @property
+    def _incarnation(self) -> str:
+        kept: KeptBallots = self.keep.__self__  # type: ignore[attr-defined]
+        return kept.incarnation
+
+    def note(self, place: Place) -> None:
+        """Store a place, and see that it was stored."""
+        super().note(place)
+        machine = living()
+        if machine is not None:
+            machine.world.audit.promised(self._incarnation, place)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """What became of a plan."""
+
+    plan: RunPlan
+    broken: Broken | None
+    story: tuple[str, ...]
+    """What happened, a line each."""
+    virtual_s: float
+    positions: int
+    epochs: int
+    resumed_s: float
+    """From healing to the first progress of all."""
+    faults: Counter[str] = field(default_factory=Counter)
+
+
+class World:
+    """The machines of a run and the network between them."""
+
+    def __init__(self, plan: RunPlan, folder: Path, loop: HuntLoop) -> None:
+        self.plan = plan
+        self.folder = folder
+        self.audit = Audit()
+        self.story: list[str] = []
+        self.faults: Counter[str] = Counter()
+        self.retired: list[tuple[asyncio.Task[None] | None, Disk]] = []
+        self.dht: dict[str, MemoryDht] = {}
+        self.invite: Invite | None = None
+        self.chance = random.Random(f"world {plan.seed}")
+        self.now = loop.time
+        self._loop = loop
+        self._undo: list[tuple[float, Callable[[], None]]] = []
+        self._clock_errors_s = 0.0
+        self._gone: set[str] = set()
+        self.mesh = self._network("mesh", NodeTransport)
+        self.wire = self._network("wire", MemoryTransport)
+        is_cut = "count=" in plan.method
+        names = tuple(f"blocks.{i}.w" for i in range(BLOCKS)) if is_cut else ("w",)
+        shape = (NUMEL // len(names),)
+        self.layout = Layout(names=names, shapes=(shape,) * len(names))
+        self.spec = _spec_of(plan)
+        self._genesis = self.spec.method().genesis(
+            self.layout, torch.linspace(-1.0, 1.0, self.layout.numel)
+        )
+        self.coordinator = CoordinatorMachine(self, "coordinator", _identity(plan, 0))
+        self.peers: list[PeerMachine] = []
+        for _ in range(plan.keepers):
+            self._add_peer(is_keeper=True)
+        for _ in range(plan.trainers):
+            self._add_peer()
+
+    # For machines
+
+    def say(self, text: str) -> None:
+        """Add a line to the story."""
+        self.story.append(f"{self.now():9.2f} {text}")
+
+    def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Start the task of a machine."""
+        return asyncio.get_running_loop().create_task(work)
+
+    def genesis(self) -> OuterState:
+        """Return the run's first state."""
+        return self._genesis
+
+    def retire(self, task: asyncio.Task[None] | None, disk: Disk) -> None:
+        """Keep what is left of a process that died until it has ended."""
+        self.retired.append((task, disk))
+
+    def restart_later(self, machine: Machine, seconds: float) -> None:
+        """Start a machine's process again after a while."""
+        self._later(seconds, lambda: self._restart(machine))
+
+    def unexpected(self, machine: Machine, error: BaseException) -> None:
+        """Take a failure that no process should have."""
+        if isinstance(error, StoreCorrupt) and machine.tainted:
+            return
+        self.audit.fail("nothing fails unexpectedly", f"{machine.name}: {error!r}", cause=error)
+
+    def heard(self, machine: Machine, level: Level, text: str) -> None:
+        """Take what a peer tells its owner."""
+        if level != "info":
+            self.say(f"{machine.name} {level}: {text[:200]}")
+        if "failed and restarts" in text and "full" not in text and not machine.tainted:
+            self.audit.fail("nothing fails unexpectedly", f"{machine.name}: {text}")
+        if "signed two" in text:
+            self.audit.fail("nobody honest is accused", f"{machine.name}: {text}")
+
+    def audited(self, machine: Machine, check: Check) -> Check:
+        """Return a check of admissions that is checked itself."""
+
+        def audited_check(remote: str, credential: bytes) -> float | None:
+            until_s = check(remote, credential)
+            admission = Admission.open(credential, _keys(self.plan).run_public_key)
+            late_s = self._true_clock_s() - admission.expires_s - self._clock_errors_s
+            if late_s > CLOCK_SLACK_S + 1 or admission.peer_id != remote:
+                self.audit.fail(
+                    "admissions end",
+                    f"{machine.name} has let {remote[-4:]} in {late_s:.0f} s after its admission",
+                )
+            return until_s
+
+        return audited_check
+
+    # Life
+
+    async def live(self) -> None:
+        """Start everything, let the plan happen, heal, and see the run go on."""
+        looking = self.spawn(self._write_back())
+        self.coordinator.start()
+        for peer in self.peers:
+            peer.start()
+        for fault in self.plan.faults:
+            await self._until(fault.at_s)
+            self._happen(fault)
+        await self._until(self.plan.lasts_s)
+        self._heal()
+        await self._resume()
+        looking.cancel()
+
+    async def end(self) -> None:
+        """End what is left of every machine."""
+        for machine in self._machines():
+            machine.is_wanted = False
+            machine.crash(lost_power=False, files={})
+        for _ in range(ENDING_TRIES):  # what a killed process waits for never comes
+            tasks = asyncio.all_tasks() - {asyncio.current_task()}
+            if tasks:
+                for task in tasks:
+                    task.cancel()
+                await asyncio.wait(tasks, timeout=1.0)
+        for _, disk in self.retired:
+            disk.close()
+
+    async def _until(self, at_s: float) -> None:
+        while self.now() < at_s:
+            self._do_due()
+            self._look()
+            await asyncio.sleep(min(LOOK_S, at_s - self.now()))
+
+    def _do_due(self) -> None:
+        due = [each for each in self._undo if each[0] <= self.now()]
+        self._undo = [each for each in self._undo if each[0] > self.now()]
+        for _, undo in due:
+            undo()
+
+    def _later(self, seconds: float, action: Callable[[], None]) -> None:
+        self._undo.append((self.now() + seconds, action))
+
+    async def _write_back(self) -> None:
+        while True:
+            await asyncio.sleep(30.0)
+            for machine in self._machines():
+                machine.disk.write_back()
+
+    def _look(self) -> None:
+        for network in (self.mesh, self.wire):
+            for error in network.errors:
+                if not isinstance(error, (*DISK_ERRORS, StoreCorrupt, TransportError)):
+                    self.audit.fail("nothing fails unexpectedly", f"a handler raised {error!r}")
+            network.errors.clear()
+        if self.audit.broken is not None:
+            raise self.audit.broken
+
+    # Faults
+
+    def _happen(self, fault: Fault) -> None:
+        self.faults[fault.kind] += 1
+        self.say(f"--- {fault.kind} {fault.who} {fault.other} for {fault.lasts_s:g} s")
+        getattr(self, f"_fault_{fault.kind}")(fault)
+
+    def _machines(self) -> list[Machine]:
+        return [self.coordinator, *self.peers]
+
+    def _some(self, fault: Fault) -> Machine:
+        machines = self._machines()
+        return machines[fault.who % len(machines)]
+
+    def _trainer(self, fault: Fault) -> PeerMachine:
+        trainers = [peer for peer in self.peers if not peer.habits.is_keeper]
+        return trainers[fault.who % len(trainers)]
+
+    def _pair(self, fault: Fault) -> tuple[Machine, Machine]:
+        machines = self._machines()
+        first = fault.who % len(machines)
+        return machines[first], machines[
+            (first + 1 + fault.other % (len(machines) - 1)) % len(machines)
+        ]
+
+    def _fault_kill(self, fault: Fault) -> None:
+        self._down(self._some(fault), fault, lost_power=False)
+
+    def _fault_power(self, fault: Fault) -> None:
+        self._down(self._some(fault), fault, lost_power=True)
+
+    def _down(self, machine: Machine, fault: Fault, *, lost_power: bool) -> None:
+        machine.crash(lost_power=lost_power)
+        self.restart_later(machine, fault.lasts_s)
+
+    def _fault_crash(self, fault: Fault) -> None:
+        machine = self._some(fault)
+        if machine.is_up:
+            machine.disk.crash_in = 1 + int(40 * fault.amount)
+
+    def _fault_wipe(self, fault: Fault) -> None:
+        machine = self._trainer(fault)
+        machine.crash(lost_power=False)
+        machine.wipe()
+        self.restart_later(machine, fault.lasts_s)
+
+    def _fault_freeze(self, fault: Fault) -> None:
+        machine = self._some(fault)
+        for network, name in self._names(machine):
+            network.freeze(name)
+        self._later(fault.lasts_s, lambda: self._thaw(machine))
+
+    def _fault_cut(self, fault: Fault) -> None:
+        self._cut([self._pair(fault)], fault.lasts_s)
+
+    def _fault_part(self, fault: Fault) -> None:
+        machines = self._machines()
+        random.Random(fault.other).shuffle(machines)
+        at = 1 + fault.who % (len(machines) - 1)
+        pairs = [(a, b) for a in machines[:at] for b in machines[at:]]
+        self._cut(pairs, fault.lasts_s)
+
+    def _cut(self, pairs: list[tuple[Machine, Machine]], lasts_s: float) -> None:
+        for a, b in pairs:
+            self.mesh.cut(a.identity.peer_id, b.identity.peer_id)
+            self.wire.cut(a.wire_name, b.wire_name)
+
+        def heal() -> None:
+            for a, b in pairs:
+                self.mesh.heal(a.identity.peer_id, b.identity.peer_id)
+                self.wire.heal(a.wire_name, b.wire_name)
+
+        self._later(lasts_s, heal)
+
+    def _fault_reset(self, fault: Fault) -> None:
+        a, b = self._pair(fault)
+        self.mesh.reset(a.identity.peer_id, b.identity.peer_id)
+        self.wire.reset(a.wire_name, b.wire_name)
+
+    def _fault_slow(self, fault: Fault) -> None:
+        machine = self._some(fault)
+        machine.slow_down(2e3 * 100**fault.amount)
+        self._later(fault.lasts_s, lambda: machine.slow_down(0.0))
+
+    def _fault_loss(self, fault: Fault) -> None:
+        a, b = self._pair(fault)
+        link = MemoryLink(latency_s=self.plan.latency_s, drop=0.1 * fault.amount)
+        ends = a.identity.peer_id, b.identity.peer_id
+        self.mesh.set_link(*ends, link)
+        usual = MemoryLink(latency_s=self.plan.latency_s, jitter_s=self.plan.jitter_s)
+        self._later(fault.lasts_s, lambda: self.mesh.set_link(*ends, usual))
+
+    def _fault_full(self, fault: Fault) -> None:
+        machine = self._some(fault)
+        disk = machine.disk
+        disk.is_full = True
+
+        def make_room() -> None:
+            disk.is_full = False
+
+        self._later(fault.lasts_s, make_room)
+
+    def _fault_rot(self, fault: Fault) -> None:
+        machine = self._some(fault)
+        log = machine.disk.folder / "log" / "log.sqlite"
+        if machine.is_up and log.exists():
+            machine.tainted = True
+            _rot(log, fault)
+
+    def _fault_clock(self, fault: Fault) -> None:
+        machine, jump_s = self._some(fault), (fault.amount - 0.5) * 240
+        machine.clock_error_s += jump_s
+        self._clock_errors_s += abs(jump_s)
+
+    def _fault_away(self, fault: Fault) -> None:
+        self._down(self.coordinator, fault, lost_power=fault.amount < 0.5)
+
+    def _fault_lone(self, fault: Fault) -> None:
+        kept = self._trainer(fault)
+        for peer in self.peers:
+            if peer is not kept and not peer.habits.is_keeper:
+                self._down(peer, fault, lost_power=fault.amount < 0.3)
+
+    def _fault_leave(self, fault: Fault) -> None:
+        machine = self._trainer(fault)
+        if machine.training is not None:
+            machine.training.stop()
+
+    def _fault_join(self, fault: Fault) -> None:
+        if len(self.peers) < MOST_PEERS:
+            self._add_peer().start()
+
+    def _fault_evict(self, fault: Fault) -> None:
+        trainers = [peer for peer in self.peers if not peer.habits.is_keeper]
+        machine = self._trainer(fault)
+        if self.coordinator.is_up and len(trainers) - len(self._gone) > 2:
+            coordinator, peer_id = self.coordinator, machine.identity.peer_id
+            folder, at_s = coordinator.disk.folder, BEGAN_S + self.now()
+
+            def evict() -> None:
+                invites.evict(folder, peer_id, at_s=at_s, reason="hunt")
+
+            with suppress(OSError):
+                coordinator.do(evict)
+                self._gone.add(peer_id)
+
+    # Healing
+
+    def _heal(self) -> None:
+        self.say("--- everything heals")
+        for _, undo in self._undo:
+            undo()
+        self._undo = []
+        for machine in self._machines():
+            machine.disk.crash_in, machine.disk.is_full = None, False
+            self._thaw(machine)
+            machine.slow_down(0.0)
+            if machine.identity.peer_id in self._gone:
+                machine.is_wanted = False
+                machine.crash(lost_power=False)
+            else:
+                machine.start()
+        self.mesh.heal()
+        self.wire.heal()
+
+    async def _resume(self) -> None:
+        healed_s = self.now()
+        goal = self._positions()[-1] + 2 if self._positions() else 2
+        while not self._has_resumed(goal):
+            self._do_due()
+            self._look()
+            if self.now() - healed_s > ORGANISER_S:
+                self._accept_loss()
+            if self.now() - healed_s > RESUMES_S:
+                self._say_events()
+                self.audit.fail("a healed run goes on", self._standing())
+            await asyncio.sleep(LOOK_S)
+        self.resumed_s = self.now() - healed_s
+        self.say(f"--- resumed after {self.resumed_s:.0f} s: {self._standing()}")
+        await asyncio.sleep(LOOK_S)
+        self._look()
+        self._check_logs()
+        self._check_bounds()
+        self._look()
+
+    resumed_s = 0.0
+
+    def _accept_loss(self) -> None:
+        """Do what the organiser does if a damaged disk has lost what no peer has either."""
+        coordinator = self.coordinator
+        up = coordinator.running
+        if up is None or not coordinator.tainted or coordinator.accepts_loss:
+            return
+        if any("--accept-loss" in event.text for event in up.coordinator.status().events):
+            coordinator.accepts_loss = True
+            coordinator.crash(lost_power=False)
+            coordinator.start()
+
+    def _say_events(self) -> None:
+        """Add what the coordinator has reported to the story."""
+        up = self.coordinator.running
+        for event in up.coordinator.status().events if up is not None else ():
+            at_s = event.at - BEGAN_S
+            self.story.append(f"{at_s:9.2f} coordinator {event.level}: {event.text[:200]}")
+
+    def _wanted(self) -> list[PeerMachine]:
+        return [
+            peer
+            for peer in self.peers
+            if peer.is_wanted and peer.identity.peer_id not in self._gone
+        ]
+
+    def _positions(self) -> list[int]:
+        return sorted(peer.peer.position for peer in self._wanted() if peer.peer is not None)
+
+    def _has_resumed(self, goal: int) -> bool:
+        wanted = self._wanted()
+        up = self.coordinator.running
+        if up is None or any(peer.peer is None for peer in wanted):
+            return False
+        positions = self._positions()
+        is_logged = self.spec.method().reduction != "pairs"
+        kept = up.coordinator.log.head().position if is_logged else positions[0]
+        return positions[0] >= goal and (not is_logged or kept >= goal)
+
+    def _standing(self) -> str:
+        places = [
+            f"{p.name} {(p.peer.run.epoch, p.peer.position) if p.peer else 'is not in the run'}"
+            for p in self._wanted()
+        ]
+        up = self.coordinator.running
+        head = up.coordinator.log.head() if up is not None else None
+        return f"{', '.join(places)}; coordinator {(head.epoch, head.position) if head else None}"
+
+    def _check_logs(self) -> None:
+        """Compare what each machine has stored with what was decided."""
+        for machine in self._machines():
+            replica = self._replica(machine)
+            if replica is None or machine.tainted:
+                continue
+            for record in replica.store.headers(0, 1 << 30):
+                self.audit.decided(machine, Entry.decode(record.entry))
+
+    def _replica(self, machine: Machine) -> LiveReplica | None:
+        if isinstance(machine, CoordinatorMachine):
+            up = machine.running
+            return up.coordinator.log.replica if up is not None else None
+        peer = machine.peer if isinstance(machine, PeerMachine) else None
+        return getattr(peer.run, "replica", None) if peer is not None else None
+
+    def _check_bounds(self) -> None:
+        """Hold tasks and what networks keep within their bounds."""
+        most = MOST_TASKS * len(self._machines())
+        now = len(asyncio.all_tasks()) - self._num_retired_tasks()
+        if now > most:
+            self.audit.fail("tasks are bounded", f"expected at most {most}, got {now}")
+
+    def _num_retired_tasks(self) -> int:
+        return sum(task is not None and not task.done() for task, _ in self.retired)
+
+    # Inside
+
+    def _add_peer(self, *, is_keeper: bool = False) -> PeerMachine:
+        number = len(self.peers) + 1
+        pace = self.plan.step_s * (1 + 0.2 * (number % 3))
+        habits = Habits(is_keeper=is_keeper, step_s=pace)
+        peer = PeerMachine(self, number, habits, _identity(self.plan, number))
+        self.peers.append(peer)
+        return peer
+
+    def _restart(self, machine: Machine) -> None:
+        if machine.identity.peer_id not in self._gone:
+            machine.start()
+
+    def _thaw(self, machine: Machine) -> None:
+        for network, name in self._names(machine):
+            network.thaw(name)
+
+    def _names(self, machine: Machine) -> list[tuple[MemoryNetwork, str]]:
+        return [(self.mesh, machine.identity.peer_id), (self.wire, machine.wire_name)]
+
+    def _true_clock_s(self) -> float:
+        return BEGAN_S + self.now()
+
+    def _network(self, name: str, kind: type[MemoryTransport]) -> MemoryNetwork:
+        return MemoryNetwork(
+            random.Random(f"{name} {self.plan.seed}"),
+            latency_s=self.plan.latency_s,
+            jitter_s=self.plan.jitter_s,
+            kind=kind,
+        )
+
+    # What replaces the system
+
+    async def listen(
+        self, stack: AsyncExitStack, coordinator: Coordinator, state_dir: Path, service: Service
+    ) -> tuple[str, Any]:
+        """Serve gRPC in memory instead of at a port."""
+        machine = here()
+        wires.serve(machine.own_wire, service)
+        return "10.0.0.1:7700", SimpleNamespace(p2p_port=None, multiaddr=str, caller=str)
+
+    async def channel(self, target: str, sha256: bytes, *, timeout_s: float) -> wires.MemoryChannel:
+        """Connect to the coordinator in memory instead of by TLS."""
+        machine = here()
+
+        def replied(reply: Any) -> None:  # noqa: ANN401
+            head = getattr(reply, "head", None)
+            if living() is machine and head is not None and len(head.chain) == 32:
+                self.audit.acknowledged(head.epoch, head.position, head.chain)
+
+        return await wires.MemoryChannel.open(machine.own_wire, replied, timeout_s=timeout_s)
+
+    def places(self, edges: Edges) -> list[tuple[Any, str, Any]]:
+        """Return what is replaced besides clocks, chance and disks."""
+        queues = SimpleNamespace(SimpleQueue=TurnQueue, Empty=queue.Empty)
+        identities = SimpleNamespace(load_or_create=lambda path: here().identity)
+        return [
+            (peer_module, "Node", MemoryNode),
+            (bootstrap, "Node", MemoryNode),
+            (peer_module, "Identity", identities),
+            (bootstrap, "Identity", identities),
+            (bootstrap, "choose_port", lambda host, wanted, remembered: 1),
+            (bootstrap, "both_families", lambda host, port: [host]),
+            (peer_module, "background_threads", lambda count, name: InlineExecutor()),
+            (reducer, "background_threads", lambda count, name: InlineExecutor()),
+            (reducer, "queue", queues),
+            (gossip_run, "queue", queues),
+            (reporting, "WireCounter", NoCounter),
+            (reporting, "version", lambda name: "0"),  # it reads the package's files each time
+            (log_run, "LiveReplica", WatchedReplica),
+            (server, "LiveReplica", WatchedReplica),
+            (server, "_listen", self.listen),
+            (channel, "pinned_channel", self.channel),
+            (clock, "now_s", edges.run_clock_s),
+            (peer_module, "new_incarnation", edges.incarnation),
+            (keeping, "new_incarnation", edges.incarnation),
+            (keeping, "Ballots", WatchedBallots),
+            (RunKeys, "generate", classmethod(lambda cls: _keys(self.plan))),
+        ]
+
+
+def run(plan: RunPlan, folder: Path) -> Verdict:
+    """Run a plan to its end."""
+    loop = HuntLoop()
+    loop.longest_job_s = plan.longest_job_s
+    torch.manual_seed(plan.seed)
+    world = World(plan, folder, loop)
+    edges = Edges(loop, plan.seed)
+    failures = _Failures(world)
+    broken: Broken | None = None
+    atoll = logging.getLogger("atoll")
+    was_collecting = gc.isenabled()
+    gc.disable()  # when it runs is no matter of the seed, and it ends generators
+    try:
+        with (
+            replaced(edges, world.places(edges)),
+            asyncio.Runner(loop_factory=lambda: loop) as runner,
+        ):
+            runner.get_loop().set_exception_handler(failures.from_loop)
+            atoll.addHandler(failures)
+            try:
+                runner.run(world.live())
+            except Broken as error:
+                broken = error
+            finally:
+                atoll.removeHandler(failures)
+                virtual_s = loop.time()
+                runner.run(world.end())
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        if was_collecting:
+            gc.enable()
+            gc.collect()
+    epoch, position = world.audit.furthest
+    return Verdict(
+        plan=plan,
+        broken=broken,
+        story=tuple(world.story),
+        virtual_s=virtual_s,
+        positions=position + 1,
+        epochs=epoch + 1,
+        resumed_s=world.resumed_s,
+        faults=world.faults,
+    )
+
+
+class _Failures(logging.Handler):
+    """Takes what processes log as errors, and what asyncio reports."""
+
+    def __init__(self, world: World) -> None:
+        super().__init__(logging.ERROR)
+        self._world = world
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Take a log record."""
+        error = record.exc_info[1] if record.exc_info else None
+        self._take(error, record.getMessage())
+
+    def from_loop(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        """Take a failure that nobody awaits."""
+        self._take(context.get("exception"), str(context["message"]))
+
+    def _take(self, error: BaseException | None, text: str) -> None:
+        machine = living()
+        if machine is None or error is None:
+            return
+        if isinstance(error, (*DISK_ERRORS, TransportError)):
+            return
+        self._world.say(f"{machine.name}: {text}: {error!r}")
+        self._world.unexpected(machine, error)
+
+
+def _spec_of(plan: RunPlan) -> RunSpec:
+    return RunSpec.from_dict(
+        {
+            "run": {"name": "hunt", "rounds": 0},
+            "outer": {"method": plan.method, "inner_steps": 4},
+            "compression": {"codec": plan.codec},
+            "data": {"seq_len": TOKENS},  # a round is as long as the coordinator takes it for
+            "inner": {"batch_size": 1},
+            "round": {
+                "min_peers": min(2, plan.trainers),
+                "electors": "keepers" if plan.keepers else "members",
+                "snapshot_every": plan.snapshot_every,
+                "log_mb": 1,
+            },
+            "coordinator": {
+                "admission_hours": plan.admission_hours,
+                "checkpoint_every": 0,
+                "listen": "127.0.0.1:7700",
+                "dht_listen": "127.0.0.1:7701",
+            },
+        }
+    )
+
+
+def _identity(plan: RunPlan, number: int) -> Identity:
+    """Return the key of a machine, the same in each run of a plan."""
+    seed = sha256(f"identity {plan.seed} {number}".encode())
+    return Identity(Ed25519PrivateKey.from_private_bytes(seed), None)
+
+
+def _keys(plan: RunPlan) -> RunKeys:
+    """Return the run's keys; nothing here uses TLS."""
+    from atoll.coordinator.run.keys import _self_signed
+
+    global _TLS
+    if _TLS is None:
+        _TLS = _self_signed()
+    return RunKeys(
+        run_key=sha256(b"run key %d" % plan.seed),
+        tls_key=_TLS[0],
+        tls_certificate=_TLS[1],
+        token=sha256(b"token %d" % plan.seed)[:16],
+        session_secret=sha256(b"session %d" % plan.seed),
+    )
+
+
+_TLS: tuple[bytes, bytes] | None = None
+
+
+def _rot(log: Path, fault: Fault) -> None:
+    """Change a byte of a stored update, by another connection to the database."""
+    db = sqlite3.Connection(str(log), timeout=1.0)
+    try:
+        rows = db.execute("SELECT position, part, data FROM bodies ORDER BY 1, 2").fetchall()
+        if rows:
+            position, part, data = rows[fault.other % len(rows)]
+            at = int(fault.amount * len(data))
+            data = data[:at] + bytes([data[at] ^ 0x5A]) + data[at + 1 :]
+            db.execute(
+                "UPDATE bodies SET data = ? WHERE position = ? AND part = ?", (data, position, part)
+            )
+            db.commit()
+    finally:
+        db.close()

@@ -1,0 +1,46 @@
+"""Whole runs from seeds: they keep their rules, repeat exactly, and break them with a bug."""
+
+import pytest
+
+from atoll.peer.lab.hunt import plans
+from atoll.peer.lab.hunt.hunting import Result, Search, hunt, run_plan, run_seed, shrink
+
+ALWAYS = 4
+"""Seeds of the default suite, half a virtual minute of faults each; about 10 s of CPU."""
+
+
+def story(seed: int) -> tuple[str, ...]:
+    return run_plan(plans.draw(seed, minutes=0.5)).story
+
+
+@pytest.mark.parametrize("seed", range(ALWAYS))
+def test_a_run_keeps_its_rules_whatever_happens(seed: int) -> None:
+    result = run_seed(seed, virtual_minutes=0.5)
+    assert result.text == ""
+    assert result.virtual_s > 30
+
+
+@pytest.mark.exhaustive
+@pytest.mark.slow
+@pytest.mark.parametrize("first", range(10_000, 10_300, 20))
+def test_more_runs_keep_their_rules(first: int) -> None:
+    summary = hunt(Search(first=first, seeds=20, virtual_minutes=0.5), lambda result: None)
+    assert summary.runs == 20
+    assert summary.found == []
+
+
+def test_a_seed_repeats_exactly() -> None:
+    assert story(7) == story(7)
+
+
+def test_a_bug_is_found_and_shrinks() -> None:
+    """A residual that counts twice: no fault is needed for it."""
+    found: list[Result] = []
+    search = Search(seeds=20, virtual_minutes=0.5, bug="doubled-residual", until_found=True)
+    summary = hunt(search, found.append)
+    rule = "the codec's loss comes back once"
+    assert [each.rule for each in summary.found] == [rule]
+    plan = plans.draw(found[-1].seed, minutes=0.5)
+    small, _ = shrink(plan, rule, bug="doubled-residual", tries=6)
+    assert len(small.faults) <= len(plan.faults) // 2
+    assert small.lasts_s <= plan.lasts_s

@@ -14,7 +14,7 @@ import traceback
 
 from atoll.peer.lab.hunt import plans
 from atoll.peer.lab.hunt.bugs import BUGS
-from atoll.peer.lab.hunt.hunting import Result, Search, hunt, run_plan, shrink, story_of
+from atoll.peer.lab.hunt.hunting import Search, SeedResult, hunt, run_plan, shrink, story_of
 
 EXAMPLES = """examples:
   scripts/hunt --seeds 1000                         seeds 0 to 999
@@ -83,7 +83,7 @@ def _hunt(args: argparse.Namespace) -> int:
     return 1 if summary.found else 0
 
 
-def _tell(result: Result, args: argparse.Namespace) -> None:
+def _tell(result: SeedResult, args: argparse.Namespace) -> None:
     if result.rule:
         minutes = f" --virtual-minutes {args.virtual_minutes:g}" if args.virtual_minutes else ""
         bug = f" --with {args.bug}" if args.bug else ""

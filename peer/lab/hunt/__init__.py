@@ -12,3 +12,14 @@ edges       what a process gets from its system, replaced for all of that
 bugs        faults put in by hand, to see whether the hunt finds them
 hunting     seeds one after another, and the shrinking of those that fail
 """
+
+from typing import TYPE_CHECKING
+
+from atoll.coordinator.exports import exports
+
+if TYPE_CHECKING:
+    from atoll.peer.lab.hunt.hunting import HuntSummary, Search, hunt
+
+__all__ = ["HuntSummary", "Search", "hunt"]
+
+__getattr__ = exports(__name__, {"HuntSummary": "hunting", "Search": "hunting", "hunt": "hunting"})

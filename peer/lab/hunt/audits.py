@@ -31,7 +31,7 @@ Place = tuple[int, int]
 """Epoch and position."""
 
 
-class Broken(AssertionError):
+class RuleBroken(AssertionError):
     """A run has broken a rule."""
 
     def __init__(self, rule: str, text: str) -> None:
@@ -43,7 +43,7 @@ class Audit:
     """The rules of a run that one machine alone cannot see."""
 
     def __init__(self) -> None:
-        self.broken: Broken | None = None
+        self.broken: RuleBroken | None = None
         """the first rule that was broken; the world ends with it"""
         self.num_applied = 0
         self._decided: dict[Place, bytes] = {}
@@ -56,7 +56,7 @@ class Audit:
     def fail(self, rule: str, text: str, *, cause: BaseException | None = None) -> None:
         """Note that a rule is broken."""
         if self.broken is None:
-            self.broken = Broken(rule, text)
+            self.broken = RuleBroken(rule, text)
             self.broken.__cause__ = cause
 
     def applied(self, machine: Machine, applied: Applied) -> None:

@@ -21,7 +21,7 @@ import torch
 from atoll.peer.lab.hunt import plans
 from atoll.peer.lab.hunt.bugs import BugName, with_bug
 from atoll.peer.lab.hunt.plans import RunPlan
-from atoll.peer.lab.hunt.world import Verdict, run
+from atoll.peer.lab.hunt.world import RunVerdict, run
 
 MEMORY = Path("/dev/shm")  # files of a simulation are small, and many are synced
 AT_ONCE = 2  # seeds that wait for each process
@@ -43,7 +43,7 @@ class Search:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Result:
+class SeedResult:
     """What became of one seed, without what a process keeps for itself."""
 
     seed: int
@@ -59,11 +59,11 @@ class Result:
 
 
 @dataclass(kw_only=True)
-class Summary:
+class HuntSummary:
     """What became of all seeds."""
 
     runs: int = 0
-    found: list[Result] = field(default_factory=list)
+    found: list[SeedResult] = field(default_factory=list)
     virtual_s: float = 0.0
     cpu_s: float = 0.0
     wall_s: float = 0.0
@@ -72,7 +72,7 @@ class Summary:
     longest_resume_s: float = 0.0
     faults: Counter[str] = field(default_factory=Counter)
 
-    def add(self, result: Result) -> None:
+    def add(self, result: SeedResult) -> None:
         """Count a result."""
         self.runs += 1
         if result.rule:
@@ -102,7 +102,7 @@ class Summary:
         }
 
 
-def run_plan(plan: RunPlan, bug: BugName | None = None) -> Verdict:
+def run_plan(plan: RunPlan, bug: BugName | None = None) -> RunVerdict:
     """Run one plan, in a folder of its own."""
     torch.set_num_threads(1)
     place = MEMORY if MEMORY.is_dir() else None
@@ -113,12 +113,14 @@ def run_plan(plan: RunPlan, bug: BugName | None = None) -> Verdict:
         return run(plan, Path(folder) / "run")
 
 
-def run_seed(seed: int, virtual_minutes: float | None = None, bug: BugName | None = None) -> Result:
+def run_seed(
+    seed: int, virtual_minutes: float | None = None, bug: BugName | None = None
+) -> SeedResult:
     """Run one seed."""
     began_s = time.process_time()
     verdict = run_plan(plans.draw(seed, minutes=virtual_minutes), bug)
     broken = verdict.broken
-    return Result(
+    return SeedResult(
         seed=seed,
         rule=broken.rule if broken is not None else "",
         text=str(broken) if broken is not None else "",
@@ -131,9 +133,9 @@ def run_seed(seed: int, virtual_minutes: float | None = None, bug: BugName | Non
     )
 
 
-def hunt(search: Search, tell: Callable[[Result], None]) -> Summary:
+def hunt(search: Search, tell: Callable[[SeedResult], None]) -> HuntSummary:
     """Run seeds, in processes of their own if there are several jobs."""
-    began_s, summary = time.monotonic(), Summary()
+    began_s, summary = time.monotonic(), HuntSummary()
     results = _one_after_another(search) if search.jobs == 1 else _beside_each_other(search)
     for result in results:
         summary.add(result)
@@ -152,13 +154,13 @@ def _seeds(search: Search) -> Iterator[int]:
         yield seed
 
 
-def _one_after_another(search: Search) -> Iterator[Result]:
+def _one_after_another(search: Search) -> Iterator[SeedResult]:
     for seed in _seeds(search):
         yield run_seed(seed, search.virtual_minutes, search.bug)
 
 
-def _beside_each_other(search: Search) -> Iterator[Result]:
-    seeds, waiting = _seeds(search), set[Future[Result]]()
+def _beside_each_other(search: Search) -> Iterator[SeedResult]:
+    seeds, waiting = _seeds(search), set[Future[SeedResult]]()
     with ProcessPoolExecutor(search.jobs, mp_context=get_context("spawn")) as pool:
         try:
             while True:
@@ -207,7 +209,7 @@ def shrink(
     return plan, num_tried
 
 
-def story_of(verdict: Verdict) -> Sequence[str]:
+def story_of(verdict: RunVerdict) -> Sequence[str]:
     """Return what happened in a run, a line each, with its settings first."""
     plan = verdict.plan
     settings = (

@@ -58,7 +58,7 @@ AWAY_S = (20.0, 200.0, 900.0, 7200.0)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Fault:
+class PlannedFault:
     """One thing that goes wrong."""
 
     at_s: float
@@ -91,7 +91,7 @@ class RunPlan:
     snapshot_every: int
     lasts_s: float
     """Seconds until everything heals."""
-    faults: tuple[Fault, ...]
+    faults: tuple[PlannedFault, ...]
 
     def without(self, gone: range) -> RunPlan:
         """Return the plan without some of its faults."""
@@ -126,7 +126,7 @@ def draw(seed: int, *, minutes: float | None = None) -> RunPlan:
     while (at_s := at_s + chance.expovariate(1 / every_s)) < lasts_s:
         kind = chance.choices(kinds, weights)[0]
         faults.append(
-            Fault(
+            PlannedFault(
                 at_s=round(at_s, 1),
                 kind=kind,
                 who=chance.randrange(1000),

@@ -38,11 +38,11 @@ RATE = 0.05  # of the inner optimizer
 KIND = "hunted"  # of the saved state
 
 
-class Ended(BaseException):
+class MachineEnded(BaseException):
     """The machine has died: its trainer's thread ends where it waits."""
 
 
-class Turns:
+class LoopTurns:
     """Lets a thread and the event loop run one at a time."""
 
     _here = threading.local()
@@ -61,7 +61,7 @@ class Turns:
         )
 
     @classmethod
-    def current(cls) -> Turns | None:
+    def current(cls) -> LoopTurns | None:
         """Return the turns of this thread, if it has some."""
         return getattr(cls._here, "turns", None)
 
@@ -84,7 +84,7 @@ class Turns:
             while not self._is_over:
                 self._turn()
             self._thread.join()
-        if self._failure is not None and not isinstance(self._failure, Ended):
+        if self._failure is not None and not isinstance(self._failure, MachineEnded):
             raise self._failure
 
     def _turn(self) -> None:
@@ -96,12 +96,12 @@ class Turns:
     def wait(self, asked: Callable[[], Coroutine[Any, Any, T]]) -> T:
         """Return what a coroutine of the loop returns."""
         if self._is_ended:
-            raise Ended
+            raise MachineEnded
         self._asked = asked
         self._stop.release()
         self._go.acquire()
         if self._is_ended:
-            raise Ended
+            raise MachineEnded
         if self._failure is not None:
             failure, self._failure = self._failure, None
             raise failure
@@ -145,7 +145,7 @@ class TurnQueue(Generic[T]):
 
     def get(self, timeout: float | None = None) -> T:
         """Take the next item. Raises queue.Empty if there is none in time."""
-        turns = Turns.current()
+        turns = LoopTurns.current()
         if not self._items and turns is not None:
             turns.wait(lambda: self._wait(timeout))
         if not self._items:
@@ -173,7 +173,7 @@ class TurnThread:
 
     def run(self, coroutine: Coroutine[None, None, T], *, timeout_s: float) -> T:
         """Await a coroutine in the loop."""
-        turns = Turns.current()
+        turns = LoopTurns.current()
         assert turns is not None, "only a trainer's thread waits for its loop"
 
         async def bounded() -> T:
@@ -191,7 +191,7 @@ class TurnThread:
         self.stopping.set()
 
 
-class Point(nn.Module):
+class PointModel(nn.Module):
     """The model: one parameter for each name of a layout."""
 
     def __init__(self, layout: Layout) -> None:
@@ -216,7 +216,7 @@ class Training:
         self._step_s = step_s
         self._noise = torch.Generator().manual_seed(seed)
         self.audit = WorkAudit(machine)
-        self.turns = Turns(self._train)
+        self.turns = LoopTurns(self._train)
         self.worker: Worker | None = None
         self._thread = TurnThread(peer)
 
@@ -236,7 +236,7 @@ class Training:
             reducer.stopping.set()
 
     def _loop(self, reducer: RunReducer) -> None:
-        model = Point(self._machine.world.layout)
+        model = PointModel(self._machine.world.layout)
         inner = torch.optim.SGD(model.parameters(), lr=RATE)
         if isinstance(reducer, NetworkReducer):
             replay = self._peer.run.ctx.replay  # type: ignore[attr-defined]
@@ -248,7 +248,7 @@ class Training:
         self._resume(worker)
         targets = [torch.randn(p.shape, generator=self._noise) for p in model.parameters()]
         while not reducer.finished and not reducer.stopping.is_set():
-            turns = Turns.current()
+            turns = LoopTurns.current()
             assert turns is not None
             turns.sleep(self._step_s)
             self._step(worker, model, targets)

@@ -46,7 +46,7 @@ def serve(transport: MemoryTransport, service: Service) -> None:
 
 def _answering(method: Any) -> Callable[[str, Stream], Awaitable[None]]:  # noqa: ANN401
     async def answer(remote: str, stream: Stream) -> None:
-        context = _Context(stream, method.response_serializer)
+        context = ServedCall(stream, method.response_serializer)
         try:
             if method.stream_stream is not None:
                 await method.stream_stream(_requests(stream, method), context)
@@ -64,7 +64,7 @@ async def _requests(stream: Stream, method: Any) -> AsyncIterator[Any]:  # noqa:
         yield method.request_deserializer(raw)
 
 
-class _Context:
+class ServedCall:
     """What a service knows of a call."""
 
     def __init__(self, stream: Stream, serialize: Callable[[Any], bytes]) -> None:

@@ -51,7 +51,7 @@ from atoll.peer.daemon import peer as peer_module
 from atoll.peer.daemon.keeping import KeptBallots
 from atoll.peer.daemon.reach import bootstrap
 from atoll.peer.lab.hunt import wires
-from atoll.peer.lab.hunt.audits import Audit, Broken
+from atoll.peer.lab.hunt.audits import Audit, RuleBroken
 from atoll.peer.lab.hunt.disks import Disk
 from atoll.peer.lab.hunt.edges import (
     BEGAN_S,
@@ -65,7 +65,7 @@ from atoll.peer.lab.hunt.edges import (
 )
 from atoll.peer.lab.hunt.machines import CoordinatorMachine, Habits, Machine, PeerMachine
 from atoll.peer.lab.hunt.nodes import MemoryDht, MemoryNode, NodeTransport
-from atoll.peer.lab.hunt.plans import Fault, RunPlan
+from atoll.peer.lab.hunt.plans import PlannedFault, RunPlan
 from atoll.peer.lab.hunt.trainers import TOKENS, TurnQueue
 from atoll.peer.rounds.consensus.round import Ballots, Place
 
@@ -96,7 +96,8 @@ class WatchedReplica(LiveReplica):
 class WatchedBallots(Ballots):
     """What a keeper remembers, which the world's audit compares with where it has voted."""
 
-    def __post_init__(self) -> None:
+    def __init__(self, *arguments: Any, **options: Any) -> None:  # noqa: ANN401
+        super().__init__(*arguments, **options)
         here().world.audit.remembered(here(), self._incarnation, self.left)
 
     @property
@@ -113,11 +114,11 @@ class WatchedBallots(Ballots):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Verdict:
+class RunVerdict:
     """What became of a plan."""
 
     plan: RunPlan
-    broken: Broken | None
+    broken: RuleBroken | None
     story: tuple[str, ...]
     """What happened, a line each."""
     virtual_s: float
@@ -278,7 +279,7 @@ class World:
 
     # Faults
 
-    def _happen(self, fault: Fault) -> None:
+    def _happen(self, fault: PlannedFault) -> None:
         self.faults[fault.kind] += 1
         self.say(f"--- {fault.kind} {fault.who} {fault.other} for {fault.lasts_s:g} s")
         getattr(self, f"_fault_{fault.kind}")(fault)
@@ -286,52 +287,52 @@ class World:
     def _machines(self) -> list[Machine]:
         return [self.coordinator, *self.peers]
 
-    def _some(self, fault: Fault) -> Machine:
+    def _some(self, fault: PlannedFault) -> Machine:
         machines = self._machines()
         return machines[fault.who % len(machines)]
 
-    def _trainer(self, fault: Fault) -> PeerMachine:
+    def _trainer(self, fault: PlannedFault) -> PeerMachine:
         trainers = [peer for peer in self.peers if not peer.habits.is_keeper]
         return trainers[fault.who % len(trainers)]
 
-    def _pair(self, fault: Fault) -> tuple[Machine, Machine]:
+    def _pair(self, fault: PlannedFault) -> tuple[Machine, Machine]:
         machines = self._machines()
         first = fault.who % len(machines)
         return machines[first], machines[
             (first + 1 + fault.other % (len(machines) - 1)) % len(machines)
         ]
 
-    def _fault_kill(self, fault: Fault) -> None:
+    def _fault_kill(self, fault: PlannedFault) -> None:
         self._down(self._some(fault), fault, lost_power=False)
 
-    def _fault_power(self, fault: Fault) -> None:
+    def _fault_power(self, fault: PlannedFault) -> None:
         self._down(self._some(fault), fault, lost_power=True)
 
-    def _down(self, machine: Machine, fault: Fault, *, lost_power: bool) -> None:
+    def _down(self, machine: Machine, fault: PlannedFault, *, lost_power: bool) -> None:
         machine.crash(lost_power=lost_power)
         self.restart_later(machine, fault.lasts_s)
 
-    def _fault_crash(self, fault: Fault) -> None:
+    def _fault_crash(self, fault: PlannedFault) -> None:
         machine = self._some(fault)
         if machine.is_up:
             machine.disk.crash_in = 1 + int(40 * fault.amount)
 
-    def _fault_wipe(self, fault: Fault) -> None:
+    def _fault_wipe(self, fault: PlannedFault) -> None:
         machine = self._trainer(fault)
         machine.crash(lost_power=False)
         machine.wipe()
         self.restart_later(machine, fault.lasts_s)
 
-    def _fault_freeze(self, fault: Fault) -> None:
+    def _fault_freeze(self, fault: PlannedFault) -> None:
         machine = self._some(fault)
         for network, name in self._names(machine):
             network.freeze(name)
         self._later(fault.lasts_s, lambda: self._thaw(machine))
 
-    def _fault_cut(self, fault: Fault) -> None:
+    def _fault_cut(self, fault: PlannedFault) -> None:
         self._cut([self._pair(fault)], fault.lasts_s)
 
-    def _fault_part(self, fault: Fault) -> None:
+    def _fault_part(self, fault: PlannedFault) -> None:
         machines = self._machines()
         random.Random(fault.other).shuffle(machines)
         at = 1 + fault.who % (len(machines) - 1)
@@ -350,17 +351,17 @@ class World:
 
         self._later(lasts_s, heal)
 
-    def _fault_reset(self, fault: Fault) -> None:
+    def _fault_reset(self, fault: PlannedFault) -> None:
         a, b = self._pair(fault)
         self.mesh.reset(a.identity.peer_id, b.identity.peer_id)
         self.wire.reset(a.wire_name, b.wire_name)
 
-    def _fault_slow(self, fault: Fault) -> None:
+    def _fault_slow(self, fault: PlannedFault) -> None:
         machine = self._some(fault)
         machine.slow_down(2e3 * 100**fault.amount)
         self._later(fault.lasts_s, lambda: machine.slow_down(0.0))
 
-    def _fault_loss(self, fault: Fault) -> None:
+    def _fault_loss(self, fault: PlannedFault) -> None:
         a, b = self._pair(fault)
         link = MemoryLink(latency_s=self.plan.latency_s, drop=0.1 * fault.amount)
         ends = a.identity.peer_id, b.identity.peer_id
@@ -368,7 +369,7 @@ class World:
         usual = MemoryLink(latency_s=self.plan.latency_s, jitter_s=self.plan.jitter_s)
         self._later(fault.lasts_s, lambda: self.mesh.set_link(*ends, usual))
 
-    def _fault_full(self, fault: Fault) -> None:
+    def _fault_full(self, fault: PlannedFault) -> None:
         machine = self._some(fault)
         disk = machine.disk
         disk.is_full = True
@@ -378,37 +379,37 @@ class World:
 
         self._later(fault.lasts_s, make_room)
 
-    def _fault_rot(self, fault: Fault) -> None:
+    def _fault_rot(self, fault: PlannedFault) -> None:
         machine = self._some(fault)
         log = machine.disk.folder / "log" / "log.sqlite"
         if machine.is_up and log.exists():
             machine.tainted = True
             _rot(log, fault)
 
-    def _fault_clock(self, fault: Fault) -> None:
+    def _fault_clock(self, fault: PlannedFault) -> None:
         machine, jump_s = self._some(fault), (fault.amount - 0.5) * 240
         machine.clock_error_s += jump_s
         self._clock_errors_s += abs(jump_s)
 
-    def _fault_away(self, fault: Fault) -> None:
+    def _fault_away(self, fault: PlannedFault) -> None:
         self._down(self.coordinator, fault, lost_power=fault.amount < 0.5)
 
-    def _fault_lone(self, fault: Fault) -> None:
+    def _fault_lone(self, fault: PlannedFault) -> None:
         kept = self._trainer(fault)
         for peer in self.peers:
             if peer is not kept and not peer.habits.is_keeper:
                 self._down(peer, fault, lost_power=fault.amount < 0.3)
 
-    def _fault_leave(self, fault: Fault) -> None:
+    def _fault_leave(self, fault: PlannedFault) -> None:
         machine = self._trainer(fault)
         if machine.training is not None:
             machine.training.stop()
 
-    def _fault_join(self, fault: Fault) -> None:
+    def _fault_join(self, fault: PlannedFault) -> None:
         if len(self.peers) < MOST_PEERS:
             self._add_peer().start()
 
-    def _fault_evict(self, fault: Fault) -> None:
+    def _fault_evict(self, fault: PlannedFault) -> None:
         trainers = [peer for peer in self.peers if not peer.habits.is_keeper]
         machine = self._trainer(fault)
         if self.coordinator.is_up and len(trainers) - len(self._gone) > 2:
@@ -618,7 +619,7 @@ class World:
         ]
 
 
-def run(plan: RunPlan, folder: Path) -> Verdict:
+def run(plan: RunPlan, folder: Path) -> RunVerdict:
     """Run a plan to its end."""
     loop = HuntLoop()
     loop.longest_job_s = plan.longest_job_s
@@ -626,7 +627,7 @@ def run(plan: RunPlan, folder: Path) -> Verdict:
     world = World(plan, folder, loop)
     edges = Edges(loop, plan.seed)
     failures = _Failures(world)
-    broken: Broken | None = None
+    broken: RuleBroken | None = None
     atoll = logging.getLogger("atoll")
     was_collecting = gc.isenabled()
     gc.disable()  # when it runs is no matter of the seed, and it ends generators
@@ -639,7 +640,7 @@ def run(plan: RunPlan, folder: Path) -> Verdict:
             atoll.addHandler(failures)
             try:
                 runner.run(world.live())
-            except Broken as error:
+            except RuleBroken as error:
                 broken = error
             finally:
                 atoll.removeHandler(failures)
@@ -651,7 +652,7 @@ def run(plan: RunPlan, folder: Path) -> Verdict:
             gc.enable()
             gc.collect()
     epoch, position = world.audit.furthest
-    return Verdict(
+    return RunVerdict(
         plan=plan,
         broken=broken,
         story=tuple(world.story),
@@ -738,7 +739,7 @@ def _keys(plan: RunPlan) -> RunKeys:
 _TLS: tuple[bytes, bytes] | None = None
 
 
-def _rot(log: Path, fault: Fault) -> None:
+def _rot(log: Path, fault: PlannedFault) -> None:
     """Change a byte of a stored update, by another connection to the database."""
     db = sqlite3.Connection(str(log), timeout=1.0)
     try:

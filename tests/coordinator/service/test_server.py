@@ -84,6 +84,21 @@ def test_started_again_it_knows_all_it_knew(kit: Any, tmp_path: Path) -> None:
     kit.run(main())
 
 
+def test_the_spec_is_on_the_disk_once_it_has_its_name(
+    kit: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each start writes it: a loss of power soon after left it empty, and no start succeeded."""
+    synced: set[int] = set()
+    monkeypatch.setattr(os, "fsync", lambda file: synced.add(os.fstat(file).st_ino))
+
+    async def main() -> None:
+        state_dir = tmp_path / "state"
+        async with running(kit.SPEC, kit.genesis, state_dir):
+            assert {(state_dir / "spec.json").stat().st_ino, state_dir.stat().st_ino} <= synced
+
+    asyncio.run(main())
+
+
 def test_sessions_outlive_a_restart(kit: Any, tmp_path: Path) -> None:
     async def main() -> None:
         swarm = kit.Swarm()

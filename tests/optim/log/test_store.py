@@ -215,6 +215,21 @@ def test_half_written_snapshots_go_when_the_store_opens(tmp_path: Path) -> None:
     assert not list(tmp_path.glob("snapshot-*"))
 
 
+def test_a_snapshots_name_is_on_the_disk_before_its_row(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a loss of power could leave a row whose file is gone, as the hunt found."""
+    synced: list[tuple[int, bool]] = []
+    name = tmp_path / "snapshot-000000000004.bin"
+    store = open_store(tmp_path)
+    monkeypatch.setattr(
+        os, "fsync", lambda file: synced.append((os.fstat(file).st_ino, name.exists()))
+    )
+    store.save_snapshot(state_at(4), chain_of(4))
+    assert synced == [(name.stat().st_ino, False), (tmp_path.stat().st_ino, True)]
+    store.close()
+
+
 def test_gaps_are_the_runs_without_bodies(tmp_path: Path) -> None:
     store = open_store(tmp_path)
     assert store.gaps() == []

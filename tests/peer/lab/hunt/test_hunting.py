@@ -3,7 +3,7 @@
 import pytest
 
 from atoll.peer.lab.hunt import plans
-from atoll.peer.lab.hunt.hunting import Result, Search, hunt, run_plan, run_seed, shrink
+from atoll.peer.lab.hunt.hunting import Search, SeedResult, hunt, run_plan, run_seed, shrink
 
 ALWAYS = 4
 """Seeds of the default suite, half a virtual minute of faults each; about 10 s of CPU."""
@@ -35,7 +35,7 @@ def test_a_seed_repeats_exactly() -> None:
 
 def test_a_bug_is_found_and_shrinks() -> None:
     """A residual that counts twice: no fault is needed for it."""
-    found: list[Result] = []
+    found: list[SeedResult] = []
     search = Search(seeds=20, virtual_minutes=0.5, bug="doubled-residual", until_found=True)
     summary = hunt(search, found.append)
     rule = "the codec's loss comes back once"

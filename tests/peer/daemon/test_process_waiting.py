@@ -10,7 +10,7 @@ from atoll.optim.reduction.contribution import Feedback
 from atoll.peer.daemon.log_run import Publisher
 from atoll.peer.daemon.options import PeerOptions
 from atoll.peer.daemon.process import RunOptions, Stop, join_and_train
-from atoll.peer.daemon.reducer import TrainerView
+from atoll.peer.daemon.views import TrainerView
 
 NO_QUORUM = re.compile(r"no quorum for round \d+: 0 of \d+ acceptors")
 
@@ -38,7 +38,7 @@ class Running:
 
 
 def test_peers_that_were_all_started_again_say_what_they_wait_for(
-    organise, kit, tmp_path, monkeypatch
+    organise, kit, tmp_path, monkeypatch, network_threads
 ):
     """They had been killed: nothing tells the coordinator that their votes are not needed."""
     monkeypatch.setattr(Publisher, "has_retired", lambda publisher: False)

@@ -85,17 +85,6 @@ class SocketCount:
     totals: WireTotals
 
 
-_left_out: set[bytes] = set()
-
-
-def leave_out_own_sockets() -> None:
-    """Count none of the sockets that this process has now.
-
-    Those of a peer of several ranks lead to its own processes, perhaps in its own machine.
-    """
-    _left_out.update(count.cookie for count in WireCounter([os.getpid()])._read())
-
-
 class WireCounter:
     """Sums over all TCP sockets that the processes have had while this counter was polled.
 
@@ -153,7 +142,7 @@ class WireCounter:
             return []
         self._sort({inode for inode, _ in sockets})
         counts = (_parse(message) for inode, message in sockets if inode in self._ours)
-        return [count for count in counts if count is not None and count.cookie not in _left_out]
+        return [count for count in counts if count is not None]
 
     def _sort(self, inodes: set[int]) -> None:
         """Sort sockets into ours and others: listing a process's takes longer than reading all.

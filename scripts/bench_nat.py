@@ -33,6 +33,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
+import psutil
 from bench_allreduce import bound_seconds, lab_is_possible, wire_bytes
 from circumstances import circumstances, commit, today
 
@@ -288,8 +289,7 @@ class Case:
     def restart_peer(self, host: int) -> None:
         """Kill a peer, and start it again after some seconds."""
         child = self.children[f"peer-{host}"]
-        child.kill()
-        child.wait()
+        kill(child)
         time.sleep(5.0)
         self.start_peer(host)
 
@@ -300,8 +300,7 @@ class Case:
             time.sleep(0.05)
             sent, before = self.lab.sent[host] - before, self.lab.sent[host]
             if sent > BODY_BYTES:
-                self.children[name].kill()
-                self.children.pop(name).wait()
+                kill(self.children.pop(name))
                 return
 
     def training(self) -> int:
@@ -346,6 +345,14 @@ class Case:
         """Return how many pairs have reported a hole."""
         logs = [log.read_text() for log in self.folder.glob("peer-*.log")]
         return sum(log.count("through a hole") for log in logs)
+
+
+def kill(peer: subprocess.Popen[bytes]) -> None:
+    """Kill a peer with its network process, which would say goodbye, and its p2pd."""
+    for each in psutil.Process(peer.pid).children(recursive=True):
+        each.kill()
+    peer.kill()
+    peer.wait()
 
 
 def wait_until(holds: Callable[[], bool], limit_s: float, words: Callable[[], str]) -> None:

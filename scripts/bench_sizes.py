@@ -74,7 +74,10 @@ Facts = dict[str, Any]
 
 @dataclass
 class Process:
-    """Peaks of one process, and those of its p2pd."""
+    """Peaks of a process with its network process, if it has one, and those of its p2pd.
+
+    What two processes share counts once: each has its proportional part of a page.
+    """
 
     peak_bytes: int = 0
     anonymous_bytes: int = 0
@@ -86,23 +89,30 @@ class Process:
 
     def sample(self, pid: int) -> None:
         """Read what the kernel knows of a live process."""
-        found = memory(pid)
-        self.peak_bytes = max(self.peak_bytes, found.get("VmHWM", 0))
-        self.anonymous_bytes = max(self.anonymous_bytes, found.get("RssAnon", 0))
-        self.file_bytes = max(self.file_bytes, found.get("RssFile", 0))
         with suppress(psutil.Error):
             process = psutil.Process(pid)
-            times = process.cpu_times()
-            self.cpu_s = times.user + times.system
-            for child in process.children():
-                peak = memory(child.pid).get("VmHWM", 0)
-                self.p2pd_bytes = max(self.p2pd_bytes, peak)
+            ours, cpu_s = [pid], 0.0
+            for child in process.children(recursive=True):
+                if "p2pd" in child.name():
+                    peak = memory(child.pid, "status").get("VmHWM", 0)
+                    self.p2pd_bytes = max(self.p2pd_bytes, peak)
+                else:
+                    ours.append(child.pid)
+            for each in ours:
+                times = psutil.Process(each).cpu_times()
+                cpu_s += times.user + times.system
+            self.cpu_s = max(self.cpu_s, cpu_s)
+            found = [memory(each, "smaps_rollup") for each in ours]
+            whole, of_files = (sum(each.get(n, 0) for each in found) for n in ("Pss", "Pss_File"))
+            self.peak_bytes = max(self.peak_bytes, whole)
+            self.file_bytes = max(self.file_bytes, of_files)
+            self.anonymous_bytes = max(self.anonymous_bytes, whole - of_files)
 
 
-def memory(pid: int) -> dict[str, int]:
-    """Return the sizes in /proc/PID/status in bytes; empty if the process has ended."""
+def memory(pid: int, table: str) -> dict[str, int]:
+    """Return the sizes in a file of /proc/PID in bytes; empty if the process has ended."""
     try:
-        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+        lines = Path(f"/proc/{pid}/{table}").read_text().splitlines()
     except OSError:
         return {}
     pairs = (line.split(":", 1) for line in lines if line.endswith(" kB"))

@@ -8,6 +8,7 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from atoll.coordinator.run.spec import RunSpec, template
@@ -101,6 +102,8 @@ def test_a_run_at_one_port_outlasts_a_move_and_the_death_of_a_relay(tmp_path):
             moved = newest(tmp_path)
             # The round that the move strikes may count without the peer that moved.
             until(lambda: rounds_of(tmp_path, 3, after=moved + 1), tmp_path)
+            for each in psutil.Process(children["cy"].pid).children(recursive=True):
+                each.kill()  # its network process, which would say goodbye
             children["cy"].kill()
             killed = newest(tmp_path)
             until(lambda: rounds_of(tmp_path, 2, after=killed + 1), tmp_path)

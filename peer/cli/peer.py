@@ -1,13 +1,14 @@
 """`atoll peer`: join a run and train."""
 
 import argparse
-import asyncio
 import json
 import logging
 import math
 import os
 import re
+import select
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 
 SERVE_SHARE = 0.2  # of the time: training keeps four fifths of a contended core
 MAX_RANKS = 1024  # on one machine; torchrun connects several
+ASK_S = 0.1  # how soon a question in the terminal notices a stop
 _PEER_ID = re.compile(r"\b12D3KooW[1-9A-HJ-NP-Za-km-z]{44}\b")  # libp2p's errors contain it in full
 
 
@@ -348,21 +350,13 @@ def _expect_weights(path: str | None) -> None:
         WeightFolder(path)
 
 
-async def _ask() -> bool:
+def _ask(stopping: threading.Event) -> bool:
     """Ask the owner in the terminal; an end of input is a no."""
     print("Take part in this run on this machine? [y/N] ", end="", file=sys.stderr, flush=True)
-    loop = asyncio.get_running_loop()
-    answer = loop.create_future()
-
-    def read() -> None:
-        loop.remove_reader(STDIN)
-        answer.set_result(os.read(STDIN, 4096))  # a terminal hands over whole lines
-
-    loop.add_reader(STDIN, read)  # not input(), which a signal to stop could not end
-    try:
-        line: bytes = await answer
-    finally:
-        loop.remove_reader(STDIN)
+    while not select.select([STDIN], [], [], ASK_S)[0]:  # input() would not notice a stop
+        if stopping.is_set():
+            raise KeyboardInterrupt
+    line = os.read(STDIN, 4096)  # a terminal hands over whole lines
     return line.strip().lower() in (b"y", b"yes")
 
 

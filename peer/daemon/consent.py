@@ -1,7 +1,8 @@
 """The owner's yes to a run: asked once, kept in the peer's state directory.
 
 A spec is fixed by the run's id, which is in the invite, so one yes holds for the whole run. It is
-asked after joining, which shows the spec, and before anything of the run is built, read or served.
+asked after joining, which shows the spec, and before anything of the run is built, read or served,
+in the trainer's process, which has the terminal, while the network process waits.
 A tokenizer that travels with the run is fetched after the yes; it is parsed only if it has the
 digest of the spec, and first in a process of its own (`atoll.peer.training.data.tokenizer_trial`).
 
@@ -24,9 +25,10 @@ import hashlib
 import json
 import os
 import shutil
+import threading
 import time
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -37,8 +39,6 @@ from atoll.optim.log.replica import WHOLE, cells_of
 from atoll.optim.log.store import KEPT_SNAPSHOTS
 from atoll.optim.state.layout import Layout
 from atoll.optim.state.mapped import expect_disk
-from atoll.peer.daemon.membership import FetchTokenizer, Membership
-from atoll.peer.daemon.sent_tokenizer import keep_tokenizer
 from atoll.peer.extras import extra
 from atoll.peer.paths import PeerPaths
 from atoll.peer.training.data.documents import STDLIB
@@ -60,8 +60,9 @@ from atoll.peer.training.resources import (
 
 ROUNDS_PER_DAY = 24 * 60  # an example: the time of a round is not known before the first one
 
-Ask = Callable[[], Awaitable[bool]]
-"""Asks the owner, who has seen the lines; returns whether the answer is yes."""
+Ask = Callable[[threading.Event], bool]
+"""Asks the owner, who has seen the lines; returns whether the answer is yes. Raises
+KeyboardInterrupt once the event is set."""
 
 
 class NoRoom(ValueError):
@@ -78,6 +79,16 @@ class ConsentMissing(ValueError):
 
 class Declined(RuntimeError):
     """The owner declined."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunTerms:
+    """The coordinator's answer to joining, as far as the owner is concerned."""
+
+    spec: RunSpec
+    layout: Layout
+    module: str = WHOLE
+    is_keeper: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -342,17 +353,16 @@ class Consent:
     """the owner has said yes in advance"""
     ask: Ask | None = None
     """asks the owner; None without a terminal"""
+    stopping: threading.Event = field(default_factory=threading.Event)
+    """ends the question"""
     show: Callable[[str], None] = lambda line: None
     """shows the owner a line of the request"""
 
-    async def admit(
-        self, membership: Membership, fetch_tokenizer: FetchTokenizer | None = None
-    ) -> None:
+    def admit(self, terms: RunTerms) -> bool:
         """Return if the owner wants to train this run; ask at most once.
 
-        Args:
-            membership: the coordinator's answer to joining.
-            fetch_tokenizer: fetches the tokenizer that travels with the run.
+        Returns:
+            Whether the tokenizer that travels with the run has to come, before `expect_tokenizer`.
 
         Raises:
             ModelError, DataError: the run names code or files that the owner has not allowed, this
@@ -363,21 +373,22 @@ class Consent:
             ConsentMissing: there is no terminal to ask on.
             Declined: the owner said no.
         """
-        is_keeper = membership.role == "keeper"
         if self.state_on_disk:
-            expect_common_state(membership.spec)
+            expect_common_state(terms.spec)
             expect_disk(self.paths.root)
-        if not is_keeper:
-            self._expect_usable(membership)
-        await self._expect_yes(membership, is_keeper=is_keeper)
-        if is_keeper:
-            return
-        spec = self._own_spec(membership.spec)
+        if not terms.is_keeper:
+            self._expect_usable(terms)
+        self._expect_yes(terms)
+        if terms.is_keeper:
+            return False
+        spec = self._own_spec(terms.spec)
         if spec.model.custom is not None and not self.allowed.any_source:
             expect_source(spec.model.custom, spec.model.source_sha256)  # before minutes of recovery
-        if self._is_sent(spec):
-            await keep_tokenizer(spec, fetch_tokenizer, self.paths.tokenizer, show=self.show)
-            self._expect_params(spec, membership)
+        return self._is_sent(spec)
+
+    def expect_tokenizer(self, terms: RunTerms) -> None:
+        """Open the tokenizer that has come; raise ModelError if the run's model is of another."""
+        self._expect_params(self._own_spec(terms.spec), terms)
 
     def _own_spec(self, spec: RunSpec) -> RunSpec:
         return with_own_files(
@@ -395,31 +406,31 @@ class Consent:
     def _is_sent(self, spec: RunSpec) -> bool:
         return spec.data.tokenizer == str(self.paths.tokenizer)
 
-    def _expect_usable(self, membership: Membership) -> None:
+    def _expect_usable(self, terms: RunTerms) -> None:
         """Refuse a run that could not train here, before its owner is asked."""
-        spec = self._own_spec(membership.spec)
+        spec = self._own_spec(terms.spec)
         self._allowed.expect(spec)
         if self._is_sent(spec):
             extra("tokenizers", "the run's tokenizer")
         else:
-            self._expect_params(spec, membership)  # the owner is shown this
-        needs = needs_of(spec, membership.layout)
+            self._expect_params(spec, terms)  # the owner is shown this
+        needs = needs_of(spec, terms.layout)
         expect_room(
             needs, self.paths.root, state_on_disk=self.state_on_disk, gpu_bytes=self.gpu_bytes
         )
 
-    def _expect_params(self, spec: RunSpec, membership: Membership) -> None:
+    def _expect_params(self, spec: RunSpec, terms: RunTerms) -> None:
         vocab_size = open_tokenizer(spec, self._allowed).vocab_size
-        expect_params(spec, vocab_size, membership.layout.numel, module=membership.module)
+        expect_params(spec, vocab_size, terms.layout.numel, module=terms.module)
 
-    async def _expect_yes(self, membership: Membership, *, is_keeper: bool) -> None:
+    def _expect_yes(self, terms: RunTerms) -> None:
         request = request_of(
-            membership.spec,
-            membership.layout,
-            module=membership.module,
+            terms.spec,
+            terms.layout,
+            module=terms.module,
             data=self.data,
             tokenizer=self.tokenizer,
-            is_keeper=is_keeper,
+            is_keeper=terms.is_keeper,
             state_on_disk=self.state_on_disk,
         )
         if self._kept_digest() == request.digest:
@@ -432,7 +443,7 @@ class Consent:
                     "the run asks for what is listed above, and there is no terminal to ask on; "
                     "start this peer in a terminal once (without --json), or pass --yes"
                 )
-            if not await self.ask():
+            if not self.ask(self.stopping):
                 raise Declined("declined; no code of the run was run and no file was read")
         self._keep(request)
 

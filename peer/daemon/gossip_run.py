@@ -43,10 +43,10 @@ from atoll.peer.daemon.reducer import (
     STOP_POLL_S,
     RunReducer,
     TrainerProgress,
-    TrainerView,
     expect_layout,
 )
 from atoll.peer.daemon.reporting import Heartbeats, Reporter, RoundsView
+from atoll.peer.daemon.views import TrainerView
 from atoll.peer.gossip.context import GossipContext
 from atoll.peer.gossip.engine import Gossip, GossipSettled
 from atoll.peer.gossip.meeting import GossipWindow

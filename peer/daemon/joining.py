@@ -1,4 +1,4 @@
-"""Joining a run: the peer in its loop, and the reducer of a training loop over it.
+"""Joining a run: the peer in its loop.
 
 This is what the network process does for a trainer (`beside`).
 """
@@ -19,50 +19,6 @@ from atoll.peer.daemon.membership import FetchTokenizer, Membership
 from atoll.peer.daemon.options import PeerOptions
 from atoll.peer.daemon.peer import Admit, MakeFirst, Peer, StartRun
 from atoll.peer.daemon.pipeline_run import PipelineRun
-from atoll.peer.daemon.reducer import RunReducer
-from atoll.peer.errors import WrongRole
-
-
-def open_reducer(
-    options: PeerOptions,
-    *,
-    on_event: Callable[[Level, str], None],
-    on_phase: OnPhase = lambda phase, position, left=None: None,
-    stopping: threading.Event | None = None,
-    admit: Admit | None = None,
-    timeout_s: float = math.inf,
-) -> RunReducer:
-    """Join and recover; return once the peer holds a verified state.
-
-    Args: as `open_peer`.
-
-    Raises:
-        WrongRole: the invite is for keepers, which do not train.
-        Exception: as `open_peer`.
-    """
-    thread = open_peer(
-        options,
-        on_event=on_event,
-        on_phase=on_phase,
-        stopping=stopping,
-        admit=admit,
-        timeout_s=timeout_s,
-    )
-    try:
-        if isinstance(thread.value.run, PipelineRun):
-            raise WrongRole(
-                "the run is a pipeline, whose peers hold a stage of the model each; join with "
-                "`atoll peer`"
-            )
-        if thread.value.is_keeper:
-            raise WrongRole(
-                "the invite is for keepers, which do not train; start `atoll peer` with it, and "
-                "ask the organiser for an invite for trainers"
-            )
-        return thread.value.run.reducer(thread)
-    except BaseException:
-        thread.close()
-        raise
 
 
 def open_peer(

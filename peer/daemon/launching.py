@@ -8,8 +8,8 @@ the same with `--max-restarts`, and across machines.
     rank 0        joins the run, trains, and decides when all stop
     other ranks   train, and follow rank 0
 
-A rank that lost another one exits with `LOST`. What rank 0 exits with otherwise is final: a run
-that is complete, a refusal, an error that a restart would not cure.
+A rank that lost another one, or its network process, exits with `LOST`. What rank 0 exits with
+otherwise is final: a run that is complete, a refusal, an error that a restart would not cure.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
-from atoll.dht.wirecount import leave_out_own_sockets
 from atoll.optim.ranks import RanksError
 from atoll.peer.daemon.consent import Ask
 from atoll.peer.daemon.process import (
@@ -38,6 +37,7 @@ from atoll.peer.daemon.process import (
     stop_on_signals,
 )
 from atoll.peer.daemon.supervised import stop_with_stdin
+from atoll.peer.errors import NetworkLost
 from atoll.peer.training.learner import StartSmaller
 from atoll.peer.training.ranks import STORE, is_one_of_several, several_ranks
 
@@ -68,14 +68,13 @@ def run_rank(options: RunOptions, *, on_event: OnPeerEvent, ask: Ask | None) -> 
         with several_ranks(options.device) as (ranks, device):
             options = replace(options, ranks=ranks, device=device)
             if ranks.leads:
-                leave_out_own_sockets()  # those to the other ranks, before there are others
                 return run_peer(options, on_event=on_event, ask=ask)
             # The first rank gets the same signals, and tells all when they stop.
             for number in (signal.SIGINT, signal.SIGTERM):
                 signal.signal(number, signal.SIG_IGN)
             follow(options)
             return OK
-    except RanksError as error:
+    except (NetworkLost, RanksError) as error:
         text = f"rank {os.environ['RANK']}: {error}"
         on_event(PeerEvent(kind="event", position=0, text=text, level="warning"))
         return SMALLER if isinstance(error, StartSmaller) else LOST

@@ -24,9 +24,10 @@ from atoll.coordinator.run.spec import RunSpec
 from atoll.dht.addresses import usable
 from atoll.dht.identity import Identity
 from atoll.dht.node import Node
-from atoll.peer.daemon.membership import StateDirectory, StateDirectoryInUse
+from atoll.peer.daemon.membership import StateDirectory
 from atoll.peer.daemon.options import LISTEN, TEXT_WAIT_S
 from atoll.peer.daemon.sent_tokenizer import keep_tokenizer
+from atoll.peer.daemon.state_directory import StateDirectoryInUse
 from atoll.peer.extras import extra
 from atoll.peer.inference.client import LiveModel
 from atoll.peer.paths import PeerPaths

@@ -1,12 +1,4 @@
-"""A peer's membership of a run: joining, joining again, and the state directory that outlives it.
-
-Errors:
-
-    StateDirectoryError (ValueError)
-     +-- StateDirectoryInUse       another peer runs on the same state directory
-     +-- StateDirectoryUnusable    the state directory cannot be made, read or written
-     +-- StateOfAnotherRun         the state directory belongs to another run
-"""
+"""A peer's membership of a run: joining, joining again, and the directory that outlives it."""
 
 from __future__ import annotations
 
@@ -16,8 +8,7 @@ import json
 import os
 import random
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -25,9 +16,16 @@ from atoll.coordinator.rpc.client import CoordinatorClient, Joined
 from atoll.coordinator.rpc.client_errors import Busy, CoordinatorUnreachable
 from atoll.coordinator.run.admission import Role
 from atoll.coordinator.run.invite import Invite
-from atoll.coordinator.run.keys import KEYS_FILE
 from atoll.coordinator.run.spec import RunSpec
 from atoll.optim.state.layout import Layout
+from atoll.peer.daemon.state_directory import (
+    StateDirectoryError,
+    StateDirectoryInUse,
+    expect_run,
+    is_being_left,
+    not_a_run,
+    usable,
+)
 from atoll.peer.paths import PeerPaths
 from atoll.peer.rounds.context import OnEvent
 
@@ -44,22 +42,6 @@ class FetchTokenizer(Protocol):
     async def __call__(self, *, sha256: str, size: int) -> bytes:
         """Return the file's bytes; raise CoordinatorError if there are none."""
         ...
-
-
-class StateDirectoryError(ValueError):
-    """A peer cannot start with this state directory."""
-
-
-class StateDirectoryInUse(StateDirectoryError):
-    """Another process works in the state directory."""
-
-
-class StateDirectoryUnusable(StateDirectoryError):
-    """The state directory cannot be made, read or written."""
-
-
-class StateOfAnotherRun(StateDirectoryError):
-    """The state directory holds another run."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,7 +120,7 @@ class StateDirectory:
         self.paths = paths
         self._run_id = run_id
         expect_run(paths, run_id)  # before the first write: the folder may be another run's
-        with _usable(paths):
+        with usable(paths):
             paths.root.mkdir(parents=True, exist_ok=True)
             self._lock = paths.lock.open("ab")
         try:
@@ -164,7 +146,7 @@ class StateDirectory:
         try:
             return Membership.from_json(self.paths.run.read_bytes())
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise _not_a_run(self.paths) from error
+            raise not_a_run(self.paths) from error
 
     def module(self) -> str:
         """Return the module that this peer followed when it last ran; empty if it did not."""
@@ -181,56 +163,13 @@ class StateDirectory:
     def _take_lock(self) -> None:
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if is_being_left(self.paths):  # by who had it before
+                self._lock.truncate(0)
         except BlockingIOError:
             raise StateDirectoryInUse(
                 f"{self.paths.root}: another peer is running on this state directory; "
                 "stop it, or give this one its own with --state-dir"
             ) from None
-
-
-def expect_run(paths: PeerPaths, run_id: bytes) -> None:
-    """Check that a directory holds no state but that of a run; change nothing.
-
-    Raises:
-        StateOfAnotherRun: it holds the state of another run, or something that is no run.
-        StateDirectoryUnusable: it cannot be read, or is a coordinator's.
-    """
-    with _usable(paths):
-        if (paths.root / KEYS_FILE).exists():
-            raise StateDirectoryUnusable(
-                f"{paths.root}: expected a folder for this peer alone, got that of a coordinator; "
-                "give this peer another directory with --state-dir"
-            )
-        if not paths.run.exists():
-            return
-        raw = paths.run.read_bytes()
-    try:
-        stored = str(json.loads(raw)["run_id"])
-    except (ValueError, KeyError, TypeError):
-        raise _not_a_run(paths) from None
-    if stored != run_id.hex():
-        raise StateOfAnotherRun(
-            f"{paths.root}: expected the state of run {run_id.hex()[:12]}, got "
-            f"that of run {stored[:12]}; give this peer another directory with --state-dir"
-        )
-
-
-@contextmanager
-def _usable(paths: PeerPaths) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise StateDirectoryUnusable(
-            f"{paths.root}: expected a folder that this peer can write, got "
-            f"{error.strerror or error!r}; give this peer another directory with --state-dir"
-        ) from None
-
-
-def _not_a_run(paths: PeerPaths) -> StateOfAnotherRun:
-    return StateOfAnotherRun(
-        f"{paths.run}: expected the description of a run, got something else; "
-        "give this peer another directory with --state-dir"
-    )
 
 
 def addresses_to_keep(

@@ -28,6 +28,8 @@ from atoll.coordinator.run.levels import LOGGING, Level
 from atoll.coordinator.run.text import clean
 from atoll.peer.daemon.beside.trainer_side import NetworkProcess, SeatReducer
 from atoll.peer.daemon.options import LISTEN, PeerOptions
+from atoll.peer.daemon.views import RunFacts
+from atoll.peer.errors import WrongRole
 from atoll.peer.paths import peer_state_dir
 
 _log = logging.getLogger(__name__)
@@ -109,7 +111,26 @@ def connect(
             f"could not join within {timeout_s:g} s{why}; check with `atoll status INVITE` that "
             "the coordinator is up, or wait longer with timeout_s"
         ) from None
+    try:
+        _expect_whole_model(network.facts)
+    except WrongRole:
+        network.close()
+        raise
     return SeatReducer(network)
+
+
+def _expect_whole_model(facts: RunFacts) -> None:
+    """Raise WrongRole if a training loop of one's own has nothing to do here."""
+    if facts.is_keeper:
+        raise WrongRole(
+            "the invite is for keepers, which do not train; start `atoll peer` with it, and ask "
+            "the organiser for an invite for trainers"
+        )
+    if facts.module:
+        raise WrongRole(
+            "the run is a pipeline, whose peers hold a stage of the model each; join with "
+            "`atoll peer`"
+        )
 
 
 def _addresses(option: str, given: str | Sequence[str]) -> tuple[str, ...]:

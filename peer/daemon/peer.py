@@ -11,6 +11,8 @@ trying.
 from __future__ import annotations
 
 import asyncio
+import math
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, closing, suppress
 from dataclasses import dataclass, replace
@@ -24,6 +26,7 @@ import torch
 from atoll.coordinator.rpc.client import CoordinatorClient, Joined
 from atoll.coordinator.rpc.client_errors import CoordinatorError
 from atoll.coordinator.run.admission import AdmissionCheck
+from atoll.coordinator.run.invite import Invite
 from atoll.coordinator.run.levels import Level
 from atoll.coordinator.run.phases import OnPhase
 from atoll.coordinator.run.spec import RunSpec
@@ -50,6 +53,7 @@ from atoll.peer.daemon.reach.reachability import Reach, Reachability, probe
 from atoll.peer.daemon.reducer import RunReducer, TrainerProgress
 from atoll.peer.daemon.reporting import Announcer, Heartbeats, Outbox, Reporter
 from atoll.peer.daemon.sent_tokenizer import keep_tokenizer
+from atoll.peer.daemon.state_directory import StateDirectoryInUse, is_being_left
 from atoll.peer.paths import PeerPaths
 from atoll.peer.rounds.context import OnEvent
 
@@ -59,6 +63,8 @@ PRIVATE_ANNOUNCED = (
     "--announce names private addresses alone, and the run is public: peers elsewhere cannot dial "
     "this one; announce a public address, or leave --announce out to be reached through relays"
 )
+LEFT_S = 60.0  # a network process without a trainer ends within 50 s
+LEFT_POLL_S = 0.2
 GOODBYE_S = 5.0  # for each step of leaving; what does not answer by then is left behind
 
 
@@ -296,6 +302,11 @@ class Peer:
         """Entries applied; by gossip, the round."""
         return self.run.position
 
+    @property
+    def paths(self) -> PeerPaths:
+        """The files of this peer."""
+        return self._env.paths
+
     def paces_s(self) -> list[float]:
         """Return the seconds a step takes each other trainer that reports them; in any thread."""
         return self._env.neighbours.paces_s()
@@ -359,6 +370,28 @@ def _needs_others(spec: RunSpec) -> bool:
     return spec.round.min_peers > 1 and spec.topology.stages == 1
 
 
+async def _own_directory(
+    paths: PeerPaths, invite: Invite, show: Callable[[Level, str], None]
+) -> StateDirectory:
+    """Lock the state directory; wait for a network process that leaves it.
+
+    Raises:
+        StateDirectoryError: it is in use, or of another run.
+    """
+    end_s = math.inf
+    while True:
+        try:
+            return StateDirectory(paths, invite.run_id)
+        except StateDirectoryInUse:
+            now_s = time.monotonic()
+            if not is_being_left(paths) or now_s > end_s:
+                raise
+            if end_s == math.inf:
+                show("info", "this peer was killed, and its network process still leaves the run")
+            end_s = min(end_s, now_s + LEFT_S)
+            await asyncio.sleep(LEFT_POLL_S)
+
+
 async def _environment(
     stack: AsyncExitStack,
     options: PeerOptions,
@@ -369,7 +402,7 @@ async def _environment(
     """Join and start the node; `stack` closes all of it, the last first."""
     invite = options.invite
     paths = PeerPaths(root=options.state_dir)
-    directory = stack.enter_context(closing(StateDirectory(paths, invite.run_id)))
+    directory = stack.enter_context(closing(await _own_directory(paths, invite, on_event)))
     identity = Identity.load_or_create(paths.identity)
     listen = usable(options.listen)
     expect_free(listen, remedy="name another with --listen, or port 0 for any")

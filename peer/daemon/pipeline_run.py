@@ -29,20 +29,18 @@ from atoll.peer.errors import ModelError
 from atoll.peer.inference.choice import serves
 from atoll.peer.inference.served import ServedStage
 from atoll.peer.inference.server import TextServer
-from atoll.peer.pipeline.carrier import Carrier, Workbench
+from atoll.peer.pipeline.carrier import Carrier
 from atoll.peer.pipeline.hop import Hop
 from atoll.peer.pipeline.ledger import SHARE
 from atoll.peer.pipeline.messages import FrameShape
 from atoll.peer.pipeline.passes import HopRules
 from atoll.peer.pipeline.placement import StageNeeds
 from atoll.peer.pipeline.tallies import HopStatistics
-from atoll.peer.training.opening import stage_sizes
+from atoll.peer.pipeline.workbench import Workbench
 from atoll.peer.training.stage_learner import codecs_of
-from atoll.peer.training.stages import Shape, Slices
+from atoll.peer.training.stages import Shape
 
 DRAIN_S = 6.0  # the others read the roster each 2 s, and a record each 5 s
-STATE_BYTES = 8  # a parameter: its value and the outer step's memory, as a snapshot holds them
-DEVICE_BYTES = 16  # a parameter: its value, its gradient, and two moments of AdamW
 LOOK_S = 1.0  # between two looks for peers of the next stage; their records change each 5 s
 
 
@@ -239,18 +237,6 @@ def _has_left(record: PeerRecord, modules: Sequence[str]) -> bool:
     """Return whether a peer is on its way from one of these modules to another."""
     place = record.place
     return place is not None and place.duty == "moving" and place.came_from in modules
-
-
-def stage_needs(spec: RunSpec, known: Slices) -> tuple[StageNeeds, ...]:
-    """Return what the stages of a run take of the peers that serve them."""
-    return tuple(
-        StageNeeds(
-            cost=max(1.0, float(flops)),
-            state_bytes=STATE_BYTES * params,
-            device_bytes=DEVICE_BYTES * params,
-        )
-        for flops, params in stage_sizes(spec, known)
-    )
 
 
 def frame_shape(spec: RunSpec, shape: Shape) -> FrameShape:

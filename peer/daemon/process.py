@@ -1,7 +1,9 @@
 """The peer as a process: its signals, its files, and the trainer's loop.
 
 The trainer runs in the main thread, so that a signal ends it between two steps. The peer then
-leaves the run, saves its state, and resumes from there at the next start.
+leaves the run, saves its state, and resumes from there at the next start. Its network is in a
+process beside this one (`beside`), which has joined before it is known whether the peer trains the
+whole model, a stage of it, or is a keeper, which only watches here.
 """
 
 from __future__ import annotations
@@ -9,6 +11,7 @@ from __future__ import annotations
 import logging
 import math
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -29,24 +32,20 @@ from atoll.optim.methods import MethodError
 from atoll.optim.ranks import RankReducer
 from atoll.optim.ranks.reducer import Led
 from atoll.optim.state.layout import Layout
+from atoll.peer.daemon.beside.owner_side import OwnerSide
+from atoll.peer.daemon.beside.trainer_side import NetworkLine, NetworkProcess, SeatReducer
 from atoll.peer.daemon.consent import Ask, Consent, needs_of
-from atoll.peer.daemon.joining import open_peer
-from atoll.peer.daemon.loop_thread import LoopThread
-from atoll.peer.daemon.membership import expect_run
 from atoll.peer.daemon.options import PeerOptions, StageMove
-from atoll.peer.daemon.peer import Peer
-from atoll.peer.daemon.pipeline_run import PipelineRun, stage_needs
-from atoll.peer.daemon.reducer import NetworkReducer, RunReducer, TrainerView
+from atoll.peer.daemon.state_directory import expect_run
 from atoll.peer.daemon.tally import Account
+from atoll.peer.daemon.views import RunFacts, TrainerView
 from atoll.peer.errors import ModelError, SavedStateError, WrongRole
-from atoll.peer.inference.served import ServedStage
 from atoll.peer.paths import PeerPaths
 from atoll.peer.training.devices import gpu_memory
-from atoll.peer.training.opening import first_state, slices_of, stage_slices
+from atoll.peer.training.opening import first_state, slices_of, stage_needs
 from atoll.peer.training.permission import Allowed, with_own_files
 from atoll.peer.training.ranks import OneRank, SeveralRanks
 from atoll.peer.training.stage_learner import StageLearner
-from atoll.peer.training.stages import Slices
 from atoll.peer.training.trainer import StageSeat, Trainer, TrainerOptions
 
 OK, INTERRUPTED = 0, 128 + signal.SIGINT  # exit codes, as shells have them
@@ -206,22 +205,23 @@ def join_and_train(
     with log_file(paths):
         while True:
             # The state and the trainer of a stage that it left go before there are others.
-            thread: LoopThread[Peer] | None = None
+            network: NetworkLine | None = None
             with stop.part() as stay:  # in one stage, if the run is a pipeline
                 try:
-                    thread = _open(options, narrator, stay, ask)
-                    narrator.follow(thread.value)
-                    with closing(thread):
-                        is_over = _take_part(options, thread, narrator, stay)
-                    moves = _move_of(thread.value)
+                    network = _open(options, narrator, stay, ask)
+                    narrator.follow(network)
+                    with closing(network):
+                        is_over = _take_part(options, network, narrator, stay)
+                    # The run may have been completed while the peer left its stage.
+                    moves = None if network.view.is_complete else network.view.moves
                 except KeyboardInterrupt:
-                    if thread is not None:
+                    if network is not None:
                         raise
                     return False
                 except Exception as error:
-                    moves, is_over = _way_back(options.peer.moved, thread), False
+                    moves, is_over = _way_back(options.peer.moved, network), False
                     if moves is None:
-                        if thread is not None:
+                        if network is not None:
                             narrator.emit("stopped", f"left the run: {error}", "error")
                         raise
                     failed = f"cannot serve {moves.came_from}, so this peer returns to"
@@ -234,96 +234,89 @@ def join_and_train(
             narrator.forget_peer()
 
 
-def _open(options: RunOptions, narrator: Narrator, stop: Stop, ask: Ask | None) -> LoopThread[Peer]:
+def _open(options: RunOptions, narrator: Narrator, stop: Stop, ask: Ask | None) -> NetworkLine:
     """Join and recover. Raises KeyboardInterrupt if `stop` is set meanwhile."""
+    consent = Consent(
+        paths=PeerPaths(root=options.peer.state_dir),
+        state_on_disk=options.peer.state_on_disk,
+        gpu_bytes=gpu_memory(options.device, ranks=options.ranks.size),
+        run_id=options.peer.invite.run_id,
+        allowed=options.allowed,
+        data=options.data,
+        tokenizer=options.tokenizer,
+        init=options.init,
+        yes=options.yes,
+        ask=ask,
+        stopping=stop,
+        show=lambda line: narrator.tell("info", line),
+    )
     with options.ranks.leading():
-        return open_peer(
+        return NetworkProcess(
             options.peer,
             on_event=narrator.tell,
             on_phase=narrator.on_phase,
             stopping=stop,
-            admit=Consent(
-                paths=PeerPaths(root=options.peer.state_dir),
-                state_on_disk=options.peer.state_on_disk,
-                gpu_bytes=gpu_memory(options.device, ranks=options.ranks.size),
-                run_id=options.peer.invite.run_id,
-                allowed=options.allowed,
-                data=options.data,
-                tokenizer=options.tokenizer,
-                init=options.init,
-                yes=options.yes,
-                ask=ask,
-                show=lambda line: narrator.tell("info", line),
-            ).admit,
-            make_first=lambda spec, module: first_state(
-                options.spec_with_own_files(spec), options.allowed, module=module
+            owner=OwnerSide(
+                consent,
+                lambda spec, module: first_state(
+                    options.spec_with_own_files(spec), options.allowed, module=module
+                ),
             ),
         )
 
 
-def _take_part(
-    options: RunOptions, thread: LoopThread[Peer], narrator: Narrator, stop: Stop
-) -> bool:
-    """Train, or lead and vote; return whether the run is complete."""
-    if options.ranks.size > 1 and isinstance(thread.value.run, PipelineRun):
+def _take_part(options: RunOptions, network: NetworkLine, narrator: Narrator, stop: Stop) -> bool:
+    """Train, or watch a keeper; return whether the run is complete."""
+    facts = network.facts
+    if options.ranks.size > 1 and facts.module:
         raise WrongRole(
             "a stage of a pipeline is trained by one process; start one peer a GPU, each with its "
             "own --state-dir, without --gpus and --ranks"
         )
-    if not thread.value.is_keeper:
-        with closing(thread.value.run.reducer(thread)) as reducer:
-            return _train(options, reducer, narrator, stop)
+    if not facts.is_keeper:
+        return _train(options, SeatReducer(network), narrator, stop)
     if options.ranks.size > 1:
         raise WrongRole(
             "the invite is for keepers, which do not train: start one process, without --gpus and "
             "--ranks"
         )
-    return _keep(options, thread.value, narrator, stop)
+    return _keep(options, network, narrator, stop)
 
 
-def _move_of(peer: Peer) -> StageMove | None:
-    """Return the move for which a peer of a pipeline has left its stage, if there is one to go to.
-
-    The run may have been completed while it drained.
-    """
-    run = peer.run
-    return run.moves if isinstance(run, PipelineRun) and not run.is_complete else None
-
-
-def _way_back(moved: StageMove | None, thread: LoopThread[Peer] | None) -> StageMove | None:
+def _way_back(moved: StageMove | None, network: NetworkLine | None) -> StageMove | None:
     """Return the move back of a peer that could not begin to serve the stage that it moved to.
 
     None if it has not moved, or served already, or cannot serve the stage from which it came.
     """
-    if moved is None or moved.has_failed:
-        return None
-    if thread is not None and thread.value.run.progress.started:
+    if moved is None or moved.has_failed or (network is not None and network.sees_trainer):
         return None
     return StageMove(module=moved.came_from, came_from=moved.module, has_failed=True)
 
 
-def _keep(options: RunOptions, peer: Peer, narrator: Narrator, stop: Stop) -> bool:
-    """Lead and vote, until the run is complete or `stop` is set."""
-    narrator.introduce_keeper(peer, options.peer.name)
+def _keep(options: RunOptions, network: NetworkLine, narrator: Narrator, stop: Stop) -> bool:
+    """Watch a keeper lead and vote, until the run is complete or `stop` is set."""
+    spec = RunSpec.from_json(network.facts.spec)
+    narrator.introduce_keeper(network, options.peer.name)
     while not stop.wait(KEEP_POLL_S):
-        peer.run.expect_working()
-        narrator.tell_round(peer)
-        if peer.run.progress.is_over(peer.position):
-            narrator.tell("info", f"run complete: all {peer.spec.run.rounds} rounds committed")
-            wait_until_stored(peer, STORED_S, stop, narrator.tell)
+        network.expect_working()
+        narrator.tell_round(network, spec.run.rounds)
+        if _is_over(spec, network):
+            narrator.tell("info", f"run complete: all {spec.run.rounds} rounds committed")
+            wait_until_stored(network.stored_all, STORED_S, stop, narrator.tell)
             return True
     return False
 
 
-def _train(options: RunOptions, reducer: RunReducer, narrator: Narrator, stop: Stop) -> bool:
-    ranks, peer, spec = options.ranks, reducer.peer, reducer.spec
-    state_path = PeerPaths(root=options.peer.state_dir).trainer(peer.module)
+def _train(options: RunOptions, reducer: SeatReducer, narrator: Narrator, stop: Stop) -> bool:
+    ranks, network, spec = options.ranks, reducer.network, reducer.spec
+    facts = network.facts
+    state_path = PeerPaths(root=options.peer.state_dir).trainer(facts.module)
     run = {
-        "module": peer.module,
-        "draws": peer.module == spec.modules[0],
+        "module": facts.module,
+        "draws": facts.module == spec.modules[0],
         "spec": spec.canonical().decode(),
-        "peer_id": peer.peer_id,
-        "position": peer.position,
+        "peer_id": facts.peer_id,
+        "position": facts.position,
         "has_state": state_path.exists(),
     }
     if stop.is_set():  # the data of a run takes seconds to read
@@ -338,25 +331,21 @@ def _train(options: RunOptions, reducer: RunReducer, narrator: Narrator, stop: S
         _trainer_options(
             options,
             run,
-            validates=peer.validates,
-            paces_s=peer.paces_s,
-            window_ends=peer.window_ends,
-            is_over=partial(_is_over, reducer, peer),
-            stage=_seat(peer),
+            validates=reducer.validates,
+            paces_s=reducer.paces_s,
+            window_ends=reducer.window_ends,
+            is_over=partial(_is_over, spec, network),
+            stage=_seat(network),
         ),
     )
     shared.encode_on(trainer.device.encodes_on)
-    if isinstance(peer.run, PipelineRun) and isinstance(trainer.learner, StageLearner):
-        shape = trainer.learner.model.shape
-        known = slices_of(spec, shape.vocab_size, options.allowed)
-        peer.run.on_move = stop.set
-        peer.run.open_stage(shape, stage_needs(spec, known), trainer.device.memory_bytes)
-        if options.serve:
-            _serve_texts(peer.run, known, stage_slices(spec, known, peer.module), options, narrator)
+    if isinstance(trainer.learner, StageLearner):
+        network.on_view = lambda view: stop.set() if view.moves is not None else None
+        _open_stage(options, network, spec, trainer, trainer.learner, narrator)
     elif options.serve:
         narrator.tell("warning", "--serve has no effect: only peers of a pipeline serve texts")
     stop.call(trainer.stop)
-    reducer.progress.watch(lambda: view_of(trainer))
+    network.show(lambda: view_of(trainer))
     if run["has_state"]:
         try:
             trainer.load(state_path)
@@ -367,26 +356,43 @@ def _train(options: RunOptions, reducer: RunReducer, narrator: Narrator, stop: S
         return False
     for level, text in trainer.remarks():
         narrator.tell(level, text)
-    narrator.introduce(peer, trainer, options.peer.name)
+    narrator.introduce(network, spec, trainer, options.peer.name)
     trainer.run()
     if trainer.finished and not stop.is_set():
         rounds = spec.run.rounds
         narrator.tell("info", f"run complete: all {rounds} rounds committed")
-        wait_until_stored(peer, STORED_S, stop, narrator.tell)
+        wait_until_stored(network.stored_all, STORED_S, stop, narrator.tell)
     return trainer.finished
 
 
-def _serve_texts(
-    run: PipelineRun, known: Slices, slices: range, options: RunOptions, narrator: Narrator
+def _open_stage(
+    options: RunOptions,
+    network: NetworkLine,
+    spec: RunSpec,
+    trainer: Trainer,
+    learner: StageLearner,
+    narrator: Narrator,
 ) -> None:
-    """Serve the stage to clients, if it can; a stage that cannot trains all the same."""
-    stage = ServedStage(known.build(slices, seed=run.progress.spec.run.seed), known.num_logits)
+    """Let microbatches flow through this peer's stage, and texts if the owner wishes."""
+    shape = learner.model.shape
+    known = slices_of(spec, shape.vocab_size, options.allowed)
+    network.ask("open_stage", vars(shape), stage_needs(spec, known), trainer.device.memory_bytes)
+    if not options.serve:
+        return
+    told = {
+        "spec": spec.canonical(),
+        "module": network.facts.module,
+        "vocab_size": shape.vocab_size,
+        "share": options.serve,
+        "models": sorted(options.allowed.models),
+        "any_source": options.allowed.any_source,
+        "path": sys.path,
+    }
     try:
-        stage.expect_extends(run.replica.state.params_N)
-    except ModelError as error:
+        network.ask("serve_texts", told)
+    except ModelError as error:  # a stage that cannot trains all the same
         narrator.tell("warning", f"serves no texts: {error}")
         return
-    run.serve_texts(stage, options.serve)
     narrator.tell(
         "info",
         "serves texts: whoever holds the invite may have this machine continue theirs, for up to "
@@ -394,21 +400,23 @@ def _serve_texts(
     )
 
 
-def _is_over(reducer: RunReducer, peer: Peer) -> bool:
+def _is_over(spec: RunSpec, network: NetworkLine) -> bool:
     """Return whether the run is complete for this peer; raise the failure that ends its part."""
-    peer.run.expect_working()  # a stage without microbatches asks for no round that would raise it
-    return reducer.progress.is_over(peer.position)
+    network.expect_working()  # a stage without microbatches asks for no round that would raise it
+    return 0 < spec.run.rounds <= network.view.position
 
 
-def _seat(peer: Peer) -> StageSeat | None:
+def _seat(network: NetworkLine) -> StageSeat | None:
     """Return the stage that a peer serves; None if it trains the whole model."""
-    run = peer.run
-    if not isinstance(run, PipelineRun):
+    module = network.facts.module
+    if not module:
         return None
-    return StageSeat(module=peer.module, bench=run.bench, is_complete=lambda: run.is_complete)
+    return StageSeat(
+        module=module, bench=network.bench, is_complete=lambda: network.view.is_complete
+    )
 
 
-def _shared(reducer: RunReducer, ranks: OneRank) -> RunReducer | RankReducer:
+def _shared(reducer: SeatReducer, ranks: OneRank) -> SeatReducer | RankReducer:
     """Return what the trainer of the first rank takes for its reducer.
 
     Raises:
@@ -416,7 +424,7 @@ def _shared(reducer: RunReducer, ranks: OneRank) -> RunReducer | RankReducer:
     """
     if not isinstance(ranks, SeveralRanks):
         return reducer
-    if not isinstance(reducer, NetworkReducer):
+    if not reducer.method.logged:
         raise MethodError(
             f"several processes can't meet other peers in pairs, as {reducer.method.name} does; "
             "start one peer a GPU, each with its own --state-dir"
@@ -477,44 +485,44 @@ class Narrator:
     def __init__(self, on_event: OnPeerEvent) -> None:
         """Pass events on; they are of position 0 until there is a peer to follow."""
         self._on_event = on_event
-        self._peer: Peer | None = None
+        self._network: NetworkLine | None = None
         self._position = 0
         """of the peer that was followed last"""
         self._told_round = 0
 
-    def follow(self, peer: Peer) -> None:
+    def follow(self, network: NetworkLine) -> None:
         """Take the position of events from a peer."""
-        self._peer = peer
+        self._network = network
 
     def forget_peer(self) -> None:
         """Keep nothing of a peer but its position."""
-        assert self._peer is not None
-        self._position, self._peer = self._peer.position, None
+        assert self._network is not None
+        self._position, self._network = self._network.view.position, None
 
-    def introduce(self, peer: Peer, trainer: Trainer, name: str) -> None:
+    def introduce(self, network: NetworkLine, spec: RunSpec, trainer: Trainer, name: str) -> None:
         """Report that training begins, and from now on each round."""
-        position, spec = peer.position, peer.spec
-        peer.run.reporter.tally.watch(partial(self.on_account, trainer, spec.run.rounds))
-        me = f"{name or 'this peer'} ({short(peer.peer_id)})"
+        position, facts = network.view.position, network.facts
+        network.on_account = partial(self.on_account, trainer, spec.run.rounds)
+        me = _named(name, facts)
         device, peers = trainer.statistics().device, spec.round.min_peers
         self.tell("info", joined_run(spec, trainer.worker.layout, position))
         if isinstance(trainer.learner, StageLearner):
-            self.tell("info", serves(spec, peer.module, trainer.learner.model.indices))
+            self.tell("info", serves(spec, facts.module, trainer.learner.model.indices))
         if position:
             self.emit("ready", f"{me} trains on {device} after round {position}")
         else:
             start = f"{peers} peer{'' if peers == 1 else 's'}"
             self.emit("ready", f"{me} trains on {device}; the run starts with {start}")
 
-    def introduce_keeper(self, peer: Peer, name: str) -> None:
+    def introduce_keeper(self, network: NetworkLine, name: str) -> None:
         """Report that this peer leads and votes, and from now on each round."""
-        self._told_round = peer.position
-        me = f"{name or 'this peer'} ({short(peer.peer_id)})"
+        self._told_round = network.view.position
+        me = _named(name, network.facts)
         self.emit("ready", f"{me} is a keeper: it leads and votes, and does not train")
 
-    def tell_round(self, peer: Peer) -> None:
-        """Report a keeper's newest round, if it is new."""
-        position, rounds = peer.position, peer.spec.run.rounds
+    def tell_round(self, network: NetworkLine, rounds: int) -> None:
+        """Report a keeper's newest round, if it is new; 0 rounds have no end."""
+        position = network.view.position
         if position > self._told_round:
             self._told_round = position
             self.emit("round", f"round {position}{f'/{rounds}' if rounds else ''}")
@@ -552,8 +560,12 @@ class Narrator:
         self, kind: Literal["event", "ready", "round", "stopped"], text: str, level: Level = "info"
     ) -> None:
         """Pass on an event at the peer's position."""
-        position = self._peer.position if self._peer is not None else self._position
+        position = self._position if self._network is None else self._network.view.position
         self._on_event(PeerEvent(kind=kind, position=position, text=text, level=level))
+
+
+def _named(name: str, facts: RunFacts) -> str:
+    return f"{name or 'this peer'} ({short(facts.peer_id)})"
 
 
 def joined_run(spec: RunSpec, layout: Layout, position: int) -> str:
@@ -577,18 +589,21 @@ def serves(spec: RunSpec, module: str, slices: range) -> str:
 
 
 def wait_until_stored(
-    peer: Peer, timeout_s: float, stopping: threading.Event, tell: Callable[[Level, str], None]
+    stored_all: Callable[[], bool],
+    timeout_s: float,
+    stopping: threading.Event,
+    tell: Callable[[Level, str], None],
 ) -> bool:
     """Wait until the coordinator has all that a peer has to give it; return whether it has.
 
     Args:
-        peer: in its own thread.
+        stored_all: returns whether it has.
         timeout_s: the longest wait; a coordinator that is away may not come back.
         stopping: ends the wait, from another thread or a signal handler.
         tell: takes what the owner should know of a wait that lasts.
     """
     began_s, is_told = time.monotonic(), False
-    while not peer.run.stored_all():
+    while not stored_all():
         waited_s = time.monotonic() - began_s
         if waited_s > timeout_s:
             tell("warning", "the coordinator has not stored the last rounds; they are kept here")

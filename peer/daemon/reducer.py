@@ -43,6 +43,7 @@ from atoll.optim.state.layout import Fragment, Layout, LayoutError
 from atoll.optim.state.outer_state import OuterState
 from atoll.peer.daemon.background import background_threads
 from atoll.peer.daemon.loop_thread import LoopThread
+from atoll.peer.daemon.views import TrainerView
 from atoll.peer.rounds.consensus.member import OfferedWindow
 from atoll.peer.rounds.context import Context
 from atoll.peer.rounds.engine import Rounds, Settled
@@ -54,24 +55,6 @@ if TYPE_CHECKING:
 FETCH_S = 120.0  # for a tokenizer of 4 MiB over a slow link, and the trial of it
 STOP_POLL_S = 0.2  # how soon a waiting trainer notices that it should stop
 FAR_BEHIND = 4  # windows of each fragment; older work is dropped (docs/protocol.md, part 3)
-
-
-@dataclass(frozen=True, kw_only=True)
-class TrainerView:
-    """A peer's report on its trainer."""
-
-    ready_in_s: float = 0.0
-    step_s: float = 0.0
-    step: int = 0
-    inner_steps: int = 0
-    tokens: int = 0
-    tokens_per_s: float = 0.0
-    able_tokens_per_s: float = 0.0
-    """That a stage of a pipeline can do if there is always work; 0 if unknown."""
-    loss: float | None = None
-    valid_loss: float | None = None
-    utilisation: float = 1.0
-    device: str = ""
 
 
 class TrainerProgress:

@@ -273,8 +273,8 @@ class Reporter:
         self._rounds = rounds
         rates = env.options.rates
         self._up, self._down = Meter(rates.uplink_mbit_s), Meter(rates.downlink_mbit_s)
-        # The transport counts p2pd's sockets. Those of this process are gRPC's, and a streamed
-        # data set's.
+        # The transport counts p2pd's sockets. Those of this process are gRPC's; a streamed data
+        # set's are the trainer's.
         self._grpc_wire = WireCounter([os.getpid()])
         self._wire_before = (0, 0)
         self._digest: tuple[int, bytes] = (0, b"")

@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING
 from atoll.coordinator.exports import exports
 
 if TYPE_CHECKING:
-    from atoll.peer.pipeline.carrier import Carrier, Workbench
+    from atoll.peer.pipeline.carrier import Carrier
     from atoll.peer.pipeline.hop import Hop
     from atoll.peer.pipeline.passes import HopRules
+    from atoll.peer.pipeline.workbench import Workbench
 
 __all__ = ["Carrier", "Hop", "HopRules", "Workbench"]
 
 __getattr__ = exports(
     __name__,
-    {"Carrier": "carrier", "Hop": "hop", "HopRules": "passes", "Workbench": "carrier"},
+    {"Carrier": "carrier", "Hop": "hop", "HopRules": "passes", "Workbench": "workbench"},
 )

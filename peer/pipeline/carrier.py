@@ -9,7 +9,6 @@ from one module to the next.
 from __future__ import annotations
 
 import asyncio
-import queue
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -52,6 +51,7 @@ from atoll.peer.pipeline.messages import (
     read_payload,
 )
 from atoll.peer.pipeline.send_queue import FairTurns, SendQueue
+from atoll.peer.pipeline.workbench import Workbench
 
 PASS, NOTE = "pass", "pass-note"
 CONNECT_S = 5.0  # a peer of the roster is connected already; else another one is tried
@@ -66,37 +66,6 @@ TAKEN = b"\1"  # the receiver has the payload
 Turn = Callable[[int, tuple[int, ...]], asyncio.Future[None]]
 """Takes a number of bytes and their rank, and returns what is done when they may leave: those of
 the smaller rank first. Cancelling it gives the turn up."""
-
-Job = RunJob | TakeStep | SettleHeld | MicrobatchEnded
-"""What the trainer gets: computations, and the ends of the evaluations that it asked for."""
-
-
-class Workbench:
-    """The jobs of the trainer's thread; the only thing here that two threads share."""
-
-    def __init__(self) -> None:
-        self._jobs: queue.SimpleQueue[Job] = queue.SimpleQueue()
-        self._report: Callable[[str, Sequence[Any], dict[str, Any]], None] | None = None
-
-    def put(self, job: Job) -> None:
-        """Give the trainer a job; called in the loop."""
-        self._jobs.put(job)
-
-    def take(self, timeout_s: float) -> Job | None:
-        """Return the next job, None if none comes in time; called by the trainer."""
-        try:
-            return self._jobs.get(timeout=timeout_s)
-        except queue.Empty:
-            return None
-
-    def report(self, result: str, *values: Any, **named: Any) -> None:  # noqa: ANN401 - of `Hop`
-        """Pass a result to the hop's method of that name; called by the trainer."""
-        if self._report is not None:
-            self._report(result, values, named)
-
-    def report_to(self, report: Callable[[str, Sequence[Any], dict[str, Any]], None]) -> None:
-        """Take results from now on."""
-        self._report = report
 
 
 @dataclass(frozen=True, kw_only=True)

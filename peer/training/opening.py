@@ -12,6 +12,7 @@ from atoll.optim.log.replica import WHOLE
 from atoll.optim.state.layout import Layout
 from atoll.optim.state.outer_state import OuterState
 from atoll.peer.errors import ModelError
+from atoll.peer.pipeline.placement import StageNeeds
 from atoll.peer.training import models, stages
 from atoll.peer.training.data import load as data
 from atoll.peer.training.data.remarks import expect_text
@@ -19,6 +20,8 @@ from atoll.peer.training.hf import lora
 from atoll.peer.training.hf.beginning import begin_, expect_init, with_shape
 from atoll.peer.training.permission import Allowed
 
+STATE_BYTES = 8  # a parameter: its value and the outer step's memory, as a snapshot holds them
+DEVICE_BYTES = 16  # a parameter: its value, its gradient, and two moments of AdamW
 VALID_BATCHES = 16  # 16k tokens of nano: half a second on one core
 
 
@@ -138,6 +141,18 @@ def stage_sizes(spec: RunSpec, known: stages.Slices) -> list[tuple[int, int]]:
         flops = sum(known.flops_per_token[run.start : run.stop])
         found.append((flops, known.layout(run).numel))
     return found
+
+
+def stage_needs(spec: RunSpec, known: stages.Slices) -> tuple[StageNeeds, ...]:
+    """Return what the stages of a run take of the peers that serve them."""
+    return tuple(
+        StageNeeds(
+            cost=max(1.0, float(flops)),
+            state_bytes=STATE_BYTES * params,
+            device_bytes=DEVICE_BYTES * params,
+        )
+        for flops, params in stage_sizes(spec, known)
+    )
 
 
 def build_stage(spec: RunSpec, module: str, vocab_size: int, allowed: Allowed) -> stages.StageModel:

@@ -29,8 +29,8 @@ from atoll.optim.inner import build
 from atoll.optim.methods.base import InnerName
 from atoll.peer.errors import SetupError
 from atoll.peer.pipeline.actions import MicrobatchEnded, RunJob, SettleHeld, TakeStep
-from atoll.peer.pipeline.carrier import Job, Workbench
 from atoll.peer.pipeline.messages import PassKey, Payload, encode_tokens
+from atoll.peer.pipeline.workbench import Job, Workbench
 from atoll.peer.training.beside import ParameterTurns
 from atoll.peer.training.devices import Device
 from atoll.peer.training.fit import Fit

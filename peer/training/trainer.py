@@ -43,7 +43,7 @@ from atoll.optim.reducer import Commit, Contribution, Reducer, Settle
 from atoll.optim.state.layout import Fragment, Layout, LayoutError
 from atoll.optim.state.places import Places
 from atoll.peer.errors import SavedStateError
-from atoll.peer.pipeline.carrier import Workbench
+from atoll.peer.pipeline.workbench import Workbench
 from atoll.peer.training import models, saved
 from atoll.peer.training.beside import BesideWaits
 from atoll.peer.training.data import load as data

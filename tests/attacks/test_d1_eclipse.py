@@ -10,9 +10,12 @@ from atoll.dht.identity import Identity
 from atoll.dht.kademlia import node_id_of
 from atoll.dht.roster import MAX_SHARED, DhtRoster
 from atoll.dht.testing import run_virtual
+from atoll.optim.state import vectors
+from atoll.peer.daemon.beside import trainer_side
 from atoll.peer.daemon.options import PeerOptions
 from atoll.peer.daemon.process import RunOptions, Stop, join_and_train
 from atoll.peer.rounds.context import fetch_head
+from support.beside import InThread
 from support.organiser import LOOPBACK, Organiser, tiny_spec
 from support.organiser import until as wait_until
 from support.strangers import CHECK, ROSTER_ID, RUN, admission, members, record, signed
@@ -185,6 +188,8 @@ def test_rounds_joiners_and_restarts_work_although_the_dht_is_eclipsed(tmp_path,
 
     monkeypatch.setattr(DHTNode, "store", store)
     monkeypatch.setattr(DHTNode, "get", get)
+    monkeypatch.setattr(trainer_side, "start_process", InThread)
+    monkeypatch.setattr(vectors, "_memory", vectors._memory)  # as it was, afterwards
     organiser = Organiser(tiny_spec(run={"rounds": 0}, round={"min_peers": 2}), tmp_path / "c")
     running = []
 

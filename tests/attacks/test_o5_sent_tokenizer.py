@@ -1,6 +1,5 @@
 """O5: a tokenizer that the organiser sends is parsed by its peers."""
 
-import asyncio
 import hashlib
 import sys
 import types
@@ -20,6 +19,7 @@ from atoll.peer.training.data import tokenizer_trial
 from atoll.peer.training.data.tokenizer_trial import TrialFailed, try_tokenizer
 from atoll.peer.training.opening import open_tokenizer
 from atoll.peer.training.permission import Allowed, options_for, with_own_files
+from support.beside import admitted
 
 FILE = b'{"a tokenizer": "of the run"}'
 OTHER = b'{"a tokenizer": "of another"}'
@@ -76,7 +76,7 @@ class Joining:
             paths=PeerPaths(root=folder), run_id=RUN_ID, ask=self._ask, **options
         )
 
-    async def _ask(self):
+    def _ask(self, stopping):
         assert not self.fetched, "nothing of the run is fetched before the yes"
         self.asked += 1
         return self.says_yes
@@ -96,7 +96,7 @@ class Joining:
             admission=b"",
             bootstrap=(),
         )
-        asyncio.run(self.consent.admit(membership, self._fetch))
+        admitted(self.consent, membership, self._fetch)
 
 
 def replace_tokenizer(spec):

@@ -5,7 +5,10 @@ import contextlib
 import pytest
 
 from atoll.coordinator.run.spec import RunSpec
+from atoll.optim.state import vectors
+from atoll.peer.daemon.beside import trainer_side
 from support import organiser as helpers
+from support.beside import InThread
 from support.organiser import Organiser
 
 
@@ -13,6 +16,13 @@ from support.organiser import Organiser
 def kit():
     """The helpers of `support.organiser`."""
     return helpers
+
+
+@pytest.fixture
+def network_threads(monkeypatch):
+    """Peers of this process have their network sides in threads of it."""
+    monkeypatch.setattr(trainer_side, "start_process", InThread)
+    monkeypatch.setattr(vectors, "_memory", vectors._memory)  # as it was, afterwards
 
 
 @pytest.fixture

@@ -13,8 +13,9 @@ from atoll.dht.testing.virtualtime import inline
 from atoll.optim.state.layout import Layout
 from atoll.peer.daemon.options import LinkRates, PeerOptions
 from atoll.peer.daemon.peer import Environment
-from atoll.peer.daemon.reducer import TrainerProgress, TrainerView
+from atoll.peer.daemon.reducer import TrainerProgress
 from atoll.peer.daemon.reporting import Outbox, RoundsView
+from atoll.peer.daemon.views import TrainerView
 from atoll.peer.paths import PeerPaths
 
 NOBODY = Invite(

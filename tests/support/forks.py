@@ -22,6 +22,8 @@ FORKS.set_forkserver_preload(
         "atoll.peer.daemon.reach.bootstrap",
         "atoll.peer.cli.main",
         "atoll.peer.daemon.process",
+        "atoll.peer.daemon.beside.network_side",
+        "support.beside",
         "atoll.coordinator.service.server",
         "support.ranks",
         "support.rank_work",
@@ -123,5 +125,7 @@ def _become(words, given, folder, environment):
     os.environ.clear()
     os.environ.update(environment)
     from atoll.peer.cli.main import main
+    from support import beside
 
+    beside.by_forks()
     sys.exit(main(words))

@@ -16,6 +16,8 @@ from atoll.optim.state.layout import CELL, Layout
 from atoll.optim.state.outer_state import OuterState
 from atoll.peer.daemon.loop_thread import LoopThread
 from atoll.peer.daemon.reducer import Decisions, NetworkReducer, TrainerProgress
+from atoll.peer.daemon.tally import RoundTally
+from atoll.peer.paths import PeerPaths
 from atoll.peer.rounds.engine import Settled
 
 NUMEL = CELL + 100  # two cells
@@ -106,7 +108,7 @@ class Bench:
     def __init__(
         self, folder, *, position=0, patience_s=30.0, spec=SPEC, layout=LAYOUT, company=None
     ):
-        self.layout = layout
+        self.folder, self.layout = folder, layout
         self.store = LogStore(folder, run_id=bytes(32), genesis_chain=bytes(32))
         self.replica = types.SimpleNamespace(
             layout=layout,
@@ -132,6 +134,25 @@ class Bench:
             self.decisions,
             patience_s=patience_s,
             company=company,
+        )
+        self.thread.value = self._peer()
+
+    def _peer(self):
+        """The peer of that reducer, as far as its network side asks."""
+        run = types.SimpleNamespace(
+            progress=self.reducer.progress,
+            reducer=lambda thread: self.reducer,
+            reporter=types.SimpleNamespace(tally=RoundTally()),
+            expect_working=self.decisions.expect_none_failed,
+        )
+        return types.SimpleNamespace(
+            run=run,
+            spec=self.reducer.spec,
+            peer_id=ME.peer_id,
+            paths=PeerPaths(root=self.folder),
+            module="",
+            is_keeper=False,
+            position=self.replica.state.position,
         )
 
     def deliver(self, settled):

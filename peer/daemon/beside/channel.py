@@ -3,9 +3,10 @@
     message   u32 length | u8 number of descriptors | msgpack of [kind, values, notices]
 
 over a pair of local sockets; descriptors of shared memory travel beside the first byte. Values are
-plain (None, bool, int, float, str, bytes, tuples, maps with names), tensors, the records that are
-listed in `RECORDS`, and errors. Nothing is unpickled: an error is made again if its class is one of
-Atoll's or is loaded here, and is an error; else a RuntimeError names it.
+plain (None, bool, int, float, str, bytes, tuples, maps with names), tensors, the records, named
+tuples and enums that are listed in `RECORDS`, and errors. Nothing is unpickled: an error is made
+again if its class is one of Atoll's or is loaded here, and is an error; else a RuntimeError names
+it.
 """
 
 from __future__ import annotations
@@ -13,11 +14,14 @@ from __future__ import annotations
 import array
 import dataclasses
 import importlib
+import select
 import socket
 import struct
 import sys
 import threading
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Mapping, Sequence
+from enum import Enum
 from typing import Any
 
 import msgpack
@@ -26,17 +30,40 @@ import torch
 from torch import Tensor
 
 from atoll.compression.sparse import Sparse
+from atoll.coordinator.run.outcome import Outcome
 from atoll.optim.ranks.residuals import Settlement
 from atoll.optim.reducer import Commit
 from atoll.optim.reduction.contribution import Offer
+from atoll.optim.schedules import WindowEnd
 from atoll.optim.state import vectors
 from atoll.peer.daemon.beside.segments import LentTensors
+from atoll.peer.daemon.options import StageMove
+from atoll.peer.daemon.tally import Account
+from atoll.peer.daemon.views import PeerView, RunFacts, TrainerView
+from atoll.peer.pipeline.actions import MicrobatchEnded, RunJob, SettleHeld, TakeStep
+from atoll.peer.pipeline.messages import Microbatch, PassKey, Payload
+from atoll.peer.pipeline.placement import StageNeeds
 
 MAX_BYTES = 1 << 30  # tensors are not in it; the longest is a frame of activations
 MAX_DESCRIPTORS = 250  # segments that one message shows for the first time; Linux sends 253
 BYTES = "surrogateescape"  # names of files need not be UTF-8
 HEADER = struct.Struct("=IB")
-RECORDS = {record.__name__: record for record in (Commit, Settlement, Sparse)}
+RECORDS: dict[str, type[Any]] = {
+    record.__name__: record
+    for record in (
+        *(Account, Commit, Outcome, PeerView, RunFacts, Settlement, Sparse, StageMove),
+        *(StageNeeds, TrainerView, WindowEnd),
+        *(Microbatch, MicrobatchEnded, PassKey, Payload, RunJob, SettleHeld, TakeStep),
+    )
+}
+# What else is like a plain value: msgpack takes the others as they are.
+PLAIN: dict[type[Any], type[Any] | tuple[type[Any], ...]] = {
+    list: (tuple, list, deque),
+    dict: Mapping,
+    str: str,
+    int: int,
+    float: float,
+}
 _TENSOR, _RECORD, _ERROR, _OFFER = range(4)
 
 
@@ -66,7 +93,7 @@ class Channel:
             descriptors: list[int] = []
             self._descriptors = descriptors
             message = (kind, values, self.tensors.notices())
-            body: Any = msgpack.packb(message, default=self._pack, unicode_errors=BYTES)
+            body = self._packed(message)
             header = HEADER.pack(len(body), len(descriptors))
             try:
                 self._send_all(header, descriptors)
@@ -105,6 +132,13 @@ class Channel:
                 socket.close(descriptor)
         self.tensors.heed(notices)
         return kind, values
+
+    @property
+    def has_room(self) -> bool:
+        """Return whether a short message would leave at once."""
+        poll = select.poll()  # select() takes no descriptor above 1023
+        poll.register(self._socket, select.POLLOUT)
+        return bool(poll.poll(0))
 
     def shut(self) -> None:
         """End `receive` at both ends; what was sent before still arrives there."""
@@ -164,16 +198,21 @@ class Channel:
             return self._extended(_TENSOR, self.tensors.lend(value, self._descriptors))
         if isinstance(value, Offer):
             return self._extended(_OFFER, _offer_fields(value))
-        if type(value).__name__ in RECORDS:
-            fields = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
-            return self._extended(_RECORD, [type(value).__name__, fields])
+        if RECORDS.get(type(value).__name__) is type(value):
+            return self._extended(_RECORD, [type(value).__name__, _fields_of(value)])
         if isinstance(value, BaseException):
             return self._extended(_ERROR, _error_fields(value))
+        for plain, kinds in PLAIN.items():
+            if isinstance(value, kinds):
+                return plain(value)
         raise TypeError(f"expected a value that travels between processes, got {value!r:.200}")
 
     def _extended(self, code: int, fields: Sequence[Any]) -> msgpack.ExtType:
-        packed: Any = msgpack.packb(fields, default=self._pack, unicode_errors=BYTES)
-        return msgpack.ExtType(code, packed)
+        return msgpack.ExtType(code, self._packed(fields))
+
+    def _packed(self, value: Sequence[Any]) -> Any:  # noqa: ANN401 - bytes, of a package without types
+        # Strict: a named tuple is not packed as a list, nor an enum as a string.
+        return msgpack.packb(value, default=self._pack, unicode_errors=BYTES, strict_types=True)
 
     def _unpack(self, code: int, data: bytes, descriptors: Sequence[int]) -> Any:  # noqa: ANN401
         fields = msgpack.unpackb(
@@ -190,6 +229,15 @@ class Channel:
             name, values = fields
             return RECORDS[name](**values)
         return _error(*fields)
+
+
+def _fields_of(record: Any) -> dict[str, Any]:  # noqa: ANN401 - one of `RECORDS`
+    if isinstance(record, Enum):
+        return {"value": record.value}
+    if isinstance(record, tuple):
+        named: Any = record
+        return dict(named._asdict())
+    return {each.name: getattr(record, each.name) for each in dataclasses.fields(record)}
 
 
 def _offer_fields(offer: Offer) -> list[Any]:

@@ -4,9 +4,12 @@
     NetworkProcess    a line to a process of its own, from its start until `close`
     SeatReducer       what a training loop gets for its reducer
 
-A thread reads what the process says; whoever asks waits for the answer. The process is started with
-a fresh interpreter, so neither threads nor CUDA of this one matter. If it dies, each question
-raises `NetworkLost`; if this process dies, it leaves the run and ends.
+A thread reads what the process says; whoever asks waits for the answer. While it joins, it asks
+too: for the consent of its owner, and for the first state of the run (`owner_side`). A view of
+either process reaches the other one all the time, without a question.
+
+The process is started with a fresh interpreter, so neither threads nor CUDA of this one matter. If
+it dies, each question raises `NetworkLost`; if this process dies, it leaves the run and ends.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ from __future__ import annotations
 import itertools
 import logging
 import math
+import queue
 import signal
 import socket
 import subprocess
@@ -26,7 +30,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -36,17 +40,24 @@ from atoll.coordinator.run.phases import OnPhase, RoundPhase
 from atoll.coordinator.run.spec import RunSpec
 from atoll.optim.ranks.residuals import Settlement
 from atoll.optim.reducer import Commit, Contribution, Reducer, Residual, Settle
-from atoll.optim.schedules import Timetable
+from atoll.optim.schedules import Timetable, WindowEnd
 from atoll.optim.state.layout import Difference, Fragment, Layout
 from atoll.peer.daemon.beside.channel import Channel, ChannelClosed
 from atoll.peer.daemon.beside.segments import use_for_vectors
 from atoll.peer.daemon.options import PeerOptions
+from atoll.peer.daemon.tally import OnAccount
+from atoll.peer.daemon.views import PeerView, RunFacts, TrainerView
 from atoll.peer.errors import DataError, NetworkLost
 from atoll.peer.extras import extra
+from atoll.peer.pipeline.workbench import Workbench
+
+if TYPE_CHECKING:
+    from atoll.peer.daemon.beside.owner_side import OwnerSide
 
 PROGRAM = "atoll.peer.daemon.beside.network_side"
 CLOSE_S = 50.0  # twice what a loop takes to leave, and what surrounds that
 STOP_POLL_S = 0.1  # how soon the network process learns that the trainer should stop
+VIEW_S = 0.1  # between two views of the trainer, for peers that plan when to meet it
 EXIT_S = 10.0  # between the end of a channel and that of its process
 ANSWER_S = 60.0  # after a stop, before the network process counts as stuck
 
@@ -66,11 +77,24 @@ class NetworkLine:
     ) -> None:
         """Begin to read; `stopping` ends each wait."""
         self.stopping = stopping
+        self.view = PeerView()
+        """The peer, as it was when it last showed itself."""
+        self.on_view: Callable[[PeerView], None] = lambda view: None
+        """Takes each view, in another thread."""
+        self.on_account: OnAccount = lambda account: None
+        """Takes the peer's account of each round, in another thread."""
+        self.bench = Workbench()
+        """The jobs that a pipeline has for the trainer."""
+        self.bench.report_to(lambda *report: self._send("report", *report))
         self._on_event, self._on_phase = on_event, on_phase
         self._told_to_stop = False
         self._numbers = itertools.count()
-        self._joined: Future[dict[str, Any]] = Future()
+        self._joined: Future[RunFacts] = Future()
+        self._requests: queue.SimpleQueue[tuple[Any, ...] | None] = queue.SimpleQueue()
+        """Questions to the owner; None once there are no more."""
         self._waiting: dict[int, Future[Answer]] = {}
+        self._closed = threading.Event()
+        self._showing: threading.Thread | None = None
         self._parting: BaseException | None = None
         """Why the other side has left, if it failed."""
         self._lost: BaseException | None = None
@@ -79,10 +103,44 @@ class NetworkLine:
         self._reader.start()
 
     @property
-    def facts(self) -> dict[str, Any]:
-        """The facts of a run that a trainer needs, once the other side has joined."""
-        facts: dict[str, Any] = self._await(self._joined)
+    def facts(self) -> RunFacts:
+        """The facts of the run, once the other side has joined."""
+        facts: RunFacts = self._await(self._joined)
         return facts
+
+    def expect_working(self) -> None:
+        """Raise the failure, if there is one, after which the peer takes part in nothing."""
+        if self._lost is not None:
+            raise self._lost
+        if self.view.failure is not None:
+            raise self.view.failure
+
+    def stored_all(self) -> bool:
+        """Return whether the coordinator has all that the peer has to give it."""
+        return bool(self.ask("stored_all").result)
+
+    def show(self, view_of: Callable[[], TrainerView]) -> None:
+        """Let the other side see the trainer from now on; `view_of` is called in a thread."""
+        self._send("trainer", view_of())
+        self._showing = threading.Thread(
+            target=self._keep_showing, args=(view_of,), name="atoll-view", daemon=True
+        )
+        self._showing.start()
+
+    @property
+    def sees_trainer(self) -> bool:
+        """Return whether the other side has been shown a trainer."""
+        return self._showing is not None
+
+    def _keep_showing(self, view_of: Callable[[], TrainerView]) -> None:
+        shown, is_over = view_of(), False
+        with suppress(NetworkLost):
+            while not is_over:
+                is_over = self._closed.wait(VIEW_S)  # the last one is of the trainer's end
+                # Not to a process that is frozen: who stops the trainer has to get through.
+                if (view := view_of()) != shown and (is_over or self._channel.has_room):
+                    shown = view
+                    self._send("trainer", view)
 
     def ask(self, name: str, *values: Any) -> Answer:  # noqa: ANN401 - what a channel carries
         """Let the other side do something, after all that it was asked before; wait for it.
@@ -106,6 +164,9 @@ class NetworkLine:
             Exception: whatever leaving raised.
         """
         self.stopping.set()
+        self._closed.set()
+        if self._showing is not None:
+            self._showing.join()
         with suppress(ChannelClosed):
             self._channel.send("close")
         self._reader.join()
@@ -121,26 +182,51 @@ class NetworkLine:
             self._reader.join()
             raise (self._lost or self._loss()) from None
 
+    def _attend(self, owner: OwnerSide | None) -> None:
+        """Wait until the other side has joined; meanwhile let the owner answer its questions."""
+        deadline_s = math.inf
+        while not self._joined.done():
+            with suppress(queue.Empty):
+                request = self._requests.get(timeout=STOP_POLL_S)
+                if request is not None:
+                    number, name, *values = request
+                    self._send("reply", number, getattr(owner, name)(*values))
+            deadline_s = self._pass_stop_on(deadline_s)
+        self._joined.result()
+
     def _await(self, future: Future[Any]) -> Any:  # noqa: ANN401 - of the future
         deadline_s = math.inf
         while not futures.wait([future], timeout=STOP_POLL_S).done:
-            if self.stopping.is_set() and not self._told_to_stop:
-                self._told_to_stop = True
-                self._send("stop")
-            if self._told_to_stop:
-                deadline_s = min(deadline_s, time.monotonic() + ANSWER_S)
-            if time.monotonic() > deadline_s:
-                raise NetworkLost(f"the network process has not answered for {ANSWER_S:.0f} s")
+            deadline_s = self._pass_stop_on(deadline_s)
         return future.result()
+
+    def _pass_stop_on(self, deadline_s: float) -> float:
+        """Tell the other side of a stop; return until when to wait for it, at most `deadline_s`.
+
+        Raises:
+            NetworkLost: the deadline is over.
+        """
+        if self.stopping.is_set() and not self._told_to_stop:
+            self._told_to_stop = True
+            self._send("stop")
+        now_s = time.monotonic()
+        if now_s > deadline_s:
+            raise NetworkLost(f"the network process has not answered for {ANSWER_S:.0f} s")
+        return min(deadline_s, now_s + ANSWER_S) if self._told_to_stop else deadline_s
 
     # in the reader's thread
 
     def _read(self) -> None:
+        failure: Exception | None = None
         try:
             while True:
                 self._take(*self._channel.receive())
         except ChannelClosed:
-            self._lose()
+            pass
+        except Exception as error:  # of whoever takes the events, such as a closed output
+            failure = error
+            self._channel.shut()
+        self._lose(failure)
 
     def _take(self, kind: str, values: tuple[Any, ...]) -> None:
         if kind == "answer":
@@ -151,20 +237,32 @@ class NetworkLine:
         elif kind == "phase":
             phase, position, left = values
             self._on_phase(RoundPhase(phase), position, left=left)
+        elif kind == "account":
+            self.on_account(*values)
+        elif kind == "view":
+            (self.view,) = values
+            self.on_view(self.view)
+        elif kind == "job":
+            self.bench.put(*values)
         elif kind == "log":
             name, level, text = values
             logging.getLogger(name).log(level, "%s", text)
+        elif kind == "request":
+            self._requests.put(values)
         elif kind == "joined":
             self._joined.set_result(values[0])
+            self._requests.put(None)
         elif kind == "left":
             self._parting = values[0]
 
-    def _lose(self) -> None:
+    def _lose(self, failure: BaseException | None) -> None:
         """Let nobody wait any longer."""
-        failed = None if self._joined.done() else self._parting
-        self._lost = failed or self._loss()
+        if not self._joined.done():
+            failure = failure or self._parting
+        self._lost = failure or self._loss()
         if not self._joined.done():
             self._joined.set_exception(self._lost)
+            self._requests.put(None)
         for future in list(self._waiting.values()):
             if not future.done():
                 future.set_exception(self._lost)
@@ -184,6 +282,7 @@ class NetworkProcess(NetworkLine):
         on_event: Callable[[Level, str], None],
         on_phase: OnPhase = lambda phase, position, left=None: None,
         stopping: threading.Event,
+        owner: OwnerSide | None = None,
         timeout_s: float = math.inf,
         device: str = "",
     ) -> None:
@@ -194,29 +293,25 @@ class NetworkProcess(NetworkLine):
             on_event: takes what a person may want to read, in another thread.
             on_phase: takes the part of a round that the peer is in, in another thread.
             stopping: ends the wait, and each later one.
+            owner: answers for this machine, in this thread; by default starting this is the owner's
+                yes, and the first state is fetched.
             timeout_s: seconds for which to try to join.
             device: shown on the dashboard.
 
         Raises:
             NetworkLost: it has died.
             KeyboardInterrupt: `stopping` was set.
-            Exception: as `open_reducer`.
+            Exception: as `open_peer`, or whatever the owner's answer raised.
         """
         use_for_vectors()
         ours, theirs = socket.socketpair()
         with theirs:
-            self._process = subprocess.Popen(
-                # -P: nothing of the folder in which the loop runs is imported.
-                [sys.executable, "-P", "-m", PROGRAM, str(theirs.fileno())],
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                process_group=0,  # Ctrl-C means the trainer, which then tells it
-            )
+            self._process = start_process(theirs)
         super().__init__(ours, on_event=on_event, on_phase=on_phase, stopping=stopping)
+        told = {"timeout_s": timeout_s, "device": device, "asks": owner is not None}
         try:
-            self._send("join", _told(options, timeout_s=timeout_s, device=device))
-            self._await(self._joined)
+            self._send("join", _told(options) | told)
+            self._attend(owner)
         except BaseException:
             self.close()
             raise
@@ -256,6 +351,25 @@ class NetworkProcess(NetworkLine):
         )
 
 
+def start_process(connection: socket.socket) -> subprocess.Popen[bytes]:
+    """Start a network process, which gets one end of a pair of sockets.
+
+    It is in this process's group: what kills or freezes that means both. Ctrl-C and SIGTERM mean
+    the trainer, which then tells it; they stay blocked there until it has handlers for them.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))
+    try:
+        return subprocess.Popen(
+            # -P: nothing of the folder in which the trainer runs is imported.
+            [sys.executable, "-P", "-m", PROGRAM, str(connection.fileno())],
+            pass_fds=[connection.fileno()],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+        )
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 @dataclass(frozen=True, kw_only=True)
 class News:
     """The outcome of the trainer's work since its last question."""
@@ -282,8 +396,8 @@ class SeatReducer(Reducer):
     def __init__(self, network: NetworkLine) -> None:
         """Take the run's facts from a network side that has joined; `close` ends it."""
         facts = network.facts
-        self.spec = RunSpec.from_json(facts["spec"])
-        self.peer_id: str = facts["peer_id"]
+        self.spec = RunSpec.from_json(facts.spec)
+        self.peer_id = facts.peer_id
         self.method = self.spec.method()
         """The run's method, whose `worker` goes into a training loop."""
         self.recovers = self.method.logged
@@ -293,8 +407,8 @@ class SeatReducer(Reducer):
         self.network = network
         self.encode_s = 0.0
         """Seconds that encoding the last contribution took."""
-        self._num_fragments: int = facts["num_fragments"]
-        self._position: int = facts["position"]
+        self._num_fragments = facts.num_fragments
+        self._position = facts.position
         self._fragments: Sequence[Fragment] = ()
         self._settle: Settle | None = None
         self._residuals: Sequence[Residual] = ()
@@ -319,6 +433,11 @@ class SeatReducer(Reducer):
     def finished(self) -> bool:
         """Return whether the run is complete: what is trained from here on reaches nobody."""
         return 0 < self.spec.run.rounds <= self.position
+
+    def encode_on(self, device: torch.device) -> None:
+        """Encode contributions on a device from now on, if this run encodes any."""
+        if device.type != "cpu":
+            self._ask("encode_on", str(device))
 
     def start(self, layout: Layout, params_N: Tensor, settle: Settle) -> Tensor:
         """Join the run; the parameters come from the run, not from the caller.
@@ -420,6 +539,22 @@ class SeatReducer(Reducer):
         vocab_size = open_tokenizer(spec, allowed).vocab_size
         return build_model(spec, vocab_size, allowed, own_loop=True)
 
+    # what the peer knows of the others
+
+    def validates(self, position: int) -> bool:
+        """Return whether it is this peer's turn to validate a position."""
+        return bool(self._ask("validates", position))
+
+    def paces_s(self) -> Sequence[float]:
+        """Return the seconds a step takes each other trainer that reports them."""
+        paces_s: Sequence[float] = self._ask("paces_s")
+        return paces_s
+
+    def window_ends(self) -> Sequence[WindowEnd]:
+        """Return when the windows of other trainers at this position end."""
+        ends: Sequence[WindowEnd] = self._ask("window_ends")
+        return ends
+
     # for the ranks of a peer (`atoll.optim.ranks`)
 
     def leave_residuals(self, keep: Callable[[int], Residual]) -> None:
@@ -459,7 +594,7 @@ class SeatReducer(Reducer):
         return answer.result
 
 
-def _told(options: PeerOptions, *, timeout_s: float, device: str) -> dict[str, Any]:
+def _told(options: PeerOptions) -> dict[str, Any]:
     """Return what the network process has to know, as a channel carries it."""
     rates = options.rates
     return {
@@ -470,8 +605,8 @@ def _told(options: PeerOptions, *, timeout_s: float, device: str) -> dict[str, A
         "announce": options.announce,
         "rates": (rates.uplink_mbit_s, rates.downlink_mbit_s),
         "relay_mbit_s": options.relay_mbit_s,
-        "timeout_s": timeout_s,
-        "device": device,
+        "state_on_disk": options.state_on_disk,
+        "moved": options.moved,
         "threads": torch.get_num_threads(),
         "level": logging.getLogger("atoll").getEffectiveLevel(),
     }

@@ -42,8 +42,9 @@ from atoll.peer.daemon.doctor.health import (
     reach_finding,
     upnp_finding,
 )
-from atoll.peer.daemon.membership import StateDirectory, StateDirectoryInUse
+from atoll.peer.daemon.membership import StateDirectory
 from atoll.peer.daemon.reach.reachability import probe
+from atoll.peer.daemon.state_directory import StateDirectoryInUse
 from atoll.peer.paths import PeerPaths
 from atoll.peer.training.devices import gpu_memory
 from atoll.peer.training.resources import Resources

@@ -25,7 +25,7 @@ from atoll.optim.log.entry import Elector
 from atoll.optim.schedules import WindowEnd
 from atoll.peer.daemon.options import LinkRates
 from atoll.peer.daemon.reach.reachability import Reachability
-from atoll.peer.daemon.reducer import TrainerView
+from atoll.peer.daemon.views import TrainerView
 from atoll.peer.rounds.messages import PROTOCOL
 
 RECORD_TTL_S = 20.0  # rounds expect a dead peer for at most this long

@@ -9,7 +9,7 @@ from support.organiser import Organiser, tiny_spec
 
 
 @pytest.fixture
-def atoll(capsys, tmp_path, monkeypatch):
+def atoll(capsys, tmp_path, monkeypatch, network_threads):
     """Runs a command in an empty folder; gives its exit code, stdout and stderr."""
     monkeypatch.chdir(tmp_path)
 

@@ -29,7 +29,7 @@ def paths(tmp_path):
 
 
 @pytest.fixture
-def peer(capsys, paths):
+def peer(capsys, paths, network_threads):
     """Runs the command on the state directory; gives its exit code, stdout and stderr."""
 
     def run(invite, *arguments):

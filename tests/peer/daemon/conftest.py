@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from atoll.peer.daemon.joining import open_reducer
+from atoll.peer.daemon.joining import open_peer
 from atoll.peer.daemon.options import PeerOptions
 from atoll.peer.daemon.peer import Peer
 from atoll.peer.daemon.process import RunOptions, Stop, join_and_train
@@ -51,18 +51,19 @@ def join(tmp_path):
     """Joins peers by an invite; all leave when the test ends."""
     with contextlib.ExitStack() as stack:
 
-        def open_peer(invite, name="peer", **options) -> Joined:
+        def join_run(invite, name="peer", **options) -> Joined:
             events = []
-            reducer = open_reducer(
+            thread = open_peer(
                 PeerOptions(
                     invite=invite, state_dir=tmp_path / name, name=name, listen=LOOPBACK, **options
                 ),
                 on_event=lambda level, text, key=None: events.append(f"{level}: {text}"),
             )
+            reducer = thread.value.run.reducer(thread)
             stack.callback(reducer.close)
             return Joined(reducer, events)
 
-        yield open_peer
+        yield join_run
 
 
 class Running:
@@ -96,7 +97,7 @@ class Running:
 
 
 @pytest.fixture
-def start(tmp_path):
+def start(tmp_path, network_threads):
     running = []
 
     def start(invite, name="peer", **options):

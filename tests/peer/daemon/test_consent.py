@@ -1,6 +1,5 @@
 """The owner's yes to a run: what it shows, when it asks, and what it keeps."""
 
-import asyncio
 import contextlib
 import json
 import os
@@ -26,11 +25,11 @@ from atoll.peer.daemon.consent import (
     Declined,
     NoOuterState,
     NoRoom,
+    RunTerms,
     needs_of,
     request_of,
     round_bytes,
 )
-from atoll.peer.daemon.membership import Membership
 from atoll.peer.errors import DataError, ModelError
 from atoll.peer.lab import plan
 from atoll.peer.paths import PeerPaths
@@ -42,18 +41,12 @@ RUN_ID = bytes(range(32))
 LAYOUT = Layout(names=("w",), shapes=((1000, 1000),))
 
 
-def membership_of(layout=None, **sections):
+def terms_of(layout=None, **sections):
     spec = RunSpec.from_dict(sections)
     if layout is None:
         is_own = spec.model.custom or spec.data.tokenizer != "bytes"
         layout = LAYOUT if is_own else Layout.of(plan.bare_model(spec))
-    return Membership(
-        spec=spec,
-        layout=layout,
-        genesis_root=bytes(32),
-        admission=b"",
-        bootstrap=(),
-    )
+    return RunTerms(spec=spec, layout=layout)
 
 
 class Owner:
@@ -64,19 +57,19 @@ class Owner:
         self.paths = PeerPaths(root=folder)
         self._options = {"allowed": Allowed(), "run_id": RUN_ID, "ask": self._ask} | options
 
-    async def _ask(self):
+    def _ask(self, stopping):
         self.asked += 1
         return self._answer
 
-    def admit(self, membership, **options):
+    def admit(self, terms, **options):
         self.shown.clear()
         consent = Consent(paths=self.paths, show=self.shown.append, **{**self._options, **options})
-        asyncio.run(consent.admit(membership))
+        assert not consent.admit(terms), "no tokenizer travels with the run"
 
 
 def test_the_owner_sees_what_the_run_asks_for(tmp_path):
     owner = Owner(tmp_path)
-    owner.admit(membership_of(run={"name": "big", "rounds": 200}, model={"preset": "mini"}))
+    owner.admit(terms_of(run={"name": "big", "rounds": 200}, model={"preset": "mini"}))
     assert owner.shown == [
         "the run asks this machine for the following:",
         "run: big, 200 rounds",
@@ -85,7 +78,7 @@ def test_the_owner_sees_what_the_run_asks_for(tmp_path):
         "data: the source code of Python's standard library, on this machine",
         "tokenizer: bytes, built in",
         "method: diloco, 30 steps a round",
-        "memory: about 1.04 GB, of which a GPU takes 172 MB, and that of the model's activations",
+        "memory: about 1.23 GB, of which a GPU takes 172 MB, and that of the model's activations",
         "disk: about 1.03 GB, and 257 MB free beside it",
         "traffic: about 21.8 MB each way per round of 30 steps; 31.4 GB a day at one round a "
         "minute",
@@ -94,7 +87,7 @@ def test_the_owner_sees_what_the_run_asks_for(tmp_path):
 
 def test_a_run_that_cannot_fit_is_refused_before_the_owner_is_asked(tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    owner, run = Owner(tmp_path), membership_of(model={"preset": "mini"})
+    owner, run = Owner(tmp_path), terms_of(model={"preset": "mini"})
     needs = needs_of(run.spec, run.layout)
     there = SimpleNamespace(total=needs.peer_memory - 1)
     monkeypatch.setattr(psutil, "virtual_memory", lambda: there)
@@ -113,7 +106,7 @@ def test_a_run_that_cannot_fit_is_refused_before_the_owner_is_asked(tmp_path, mo
 
 
 def test_a_run_that_its_gpu_cannot_hold_is_refused(tmp_path):
-    run = membership_of(model={"preset": "mini"})
+    run = terms_of(model={"preset": "mini"})
     least = needs_of(run.spec, run.layout).inner_memory + GPU_PROCESS_BYTES
     owner = Owner(tmp_path, gpu_bytes=least - 1)
     with pytest.raises(NoRoom, match=r"of GPU memory, .*train on more GPUs with --gpus all"):
@@ -124,7 +117,7 @@ def test_a_run_that_its_gpu_cannot_hold_is_refused(tmp_path):
 
 def test_a_state_on_the_disk_fits_where_one_in_memory_does_not(tmp_path, monkeypatch):
     monkeypatch.setattr(mapped, "IN_MEMORY", ())  # the tests' folder may lie there
-    run = membership_of(model={"preset": "mini"})
+    run = terms_of(model={"preset": "mini"})
     needs = needs_of(run.spec, run.layout)
     there = SimpleNamespace(total=needs.peer_memory - needs.peer_state)
     monkeypatch.setattr(psutil, "virtual_memory", lambda: there)
@@ -144,9 +137,9 @@ def test_a_state_on_the_disk_needs_a_log_and_a_disk(tmp_path, monkeypatch):
     owner = Owner(tmp_path, state_on_disk=True)
     monkeypatch.setattr(mapped, "file_system_of", lambda folder: "tmpfs")
     with pytest.raises(mapped.NotOnDisk, match="choose a folder on a disk with --state-dir"):
-        owner.admit(membership_of())
+        owner.admit(terms_of())
     with pytest.raises(NoOuterState, match="is for runs with a log, and noloco has none; omit it"):
-        owner.admit(membership_of(outer={"method": "noloco"}))
+        owner.admit(terms_of(outer={"method": "noloco"}))
     assert owner.asked == 0
 
 
@@ -226,9 +219,9 @@ def test_the_traffic_bounds_what_the_plan_predicts(method, codec):
 
 def test_a_yes_is_asked_for_once_and_kept_for_its_owner_alone(tmp_path):
     owner = Owner(tmp_path)
-    owner.admit(membership_of())
+    owner.admit(terms_of())
     shown = list(owner.shown)
-    owner.admit(membership_of())
+    owner.admit(terms_of())
     assert owner.asked == 1
     assert owner.shown == []
     kept = tmp_path / "consent.json"
@@ -239,19 +232,19 @@ def test_a_yes_is_asked_for_once_and_kept_for_its_owner_alone(tmp_path):
 
 def test_a_yes_in_advance_is_shown_and_kept_without_a_question(tmp_path):
     owner = Owner(tmp_path, ask=None)
-    owner.admit(membership_of(), yes=True)
+    owner.admit(terms_of(), yes=True)
     assert len(owner.shown) == 10
-    owner.admit(membership_of())
+    owner.admit(terms_of())
 
 
 def test_another_request_is_asked_for_again(tmp_path):
     owner = Owner(tmp_path)
-    owner.admit(membership_of())
-    owner.admit(membership_of(model={"preset": "mini"}))
-    owner.admit(membership_of(), run_id=bytes(32))
+    owner.admit(terms_of())
+    owner.admit(terms_of(model={"preset": "mini"}))
+    owner.admit(terms_of(), run_id=bytes(32))
     assert owner.asked == 3
     # Its address may change; the run stays the same.
-    owner.admit(membership_of(coordinator={"listen": "0.0.0.0:1"}), run_id=bytes(32))
+    owner.admit(terms_of(coordinator={"listen": "0.0.0.0:1"}), run_id=bytes(32))
     assert owner.asked == 3
 
 
@@ -259,7 +252,7 @@ def test_another_size_of_a_custom_model_is_asked_for_again(tmp_path):
     owner = Owner(tmp_path, allowed=Allowed(models=frozenset({"mine:build"})))
     for size in (10, 20, 20):
         layout = Layout(names=("w",), shapes=((size, size),))
-        owner.admit(membership_of(layout, model={"custom": "mine:build"}))
+        owner.admit(terms_of(layout, model={"custom": "mine:build"}))
     assert owner.asked == 2
 
 
@@ -268,31 +261,31 @@ def test_a_model_larger_than_the_owner_is_shown_is_not_built(tmp_path, overrides
     owner = Owner(tmp_path)
     small = Layout(names=("w",), shapes=((5, 5),))
     with pytest.raises(ModelError, match="expected a model of 25 parameters, as was claimed, got"):
-        owner.admit(membership_of(small, model={"overrides": overrides}), yes=True)
+        owner.admit(terms_of(small, model={"overrides": overrides}), yes=True)
     assert owner.asked == 0
 
 
 @pytest.mark.parametrize("damage", [b"", b"[]", b"yes", b'{"digest": 1}', b"\xff"])
 def test_a_damaged_yes_is_none(tmp_path, damage):
     owner = Owner(tmp_path, ask=None)
-    owner.admit(membership_of(), yes=True)
+    owner.admit(terms_of(), yes=True)
     owner.paths.consent.write_bytes(damage)
     with pytest.raises(ConsentMissing):
-        owner.admit(membership_of())
+        owner.admit(terms_of())
 
 
 def test_a_no_is_not_kept(tmp_path):
     owner = Owner(tmp_path, answer=False)
     for _ in range(2):
         with pytest.raises(Declined, match="declined; no code of the run was run"):
-            owner.admit(membership_of())
+            owner.admit(terms_of())
     assert owner.asked == 2
     assert list(tmp_path.iterdir()) == []
 
 
 def test_with_nobody_there_it_names_the_remedy(tmp_path):
     with pytest.raises(ConsentMissing, match="pass --yes"):
-        Owner(tmp_path, ask=None).admit(membership_of())
+        Owner(tmp_path, ask=None).admit(terms_of())
     assert list(tmp_path.iterdir()) == []
 
 
@@ -308,7 +301,7 @@ def test_with_nobody_there_it_names_the_remedy(tmp_path):
 def test_yes_allows_no_code_and_no_files(tmp_path, sections, error):
     owner = Owner(tmp_path)
     with pytest.raises(error):
-        owner.admit(membership_of(**sections), yes=True)
+        owner.admit(terms_of(**sections), yes=True)
     assert owner.asked == 0
     assert owner.shown == []
     assert list(tmp_path.iterdir()) == []
@@ -379,7 +372,9 @@ def at_terminal(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_yes_in_the_terminal_trains_and_is_asked_for_once(organise, kit, at_terminal, tmp_path):
+def test_a_yes_in_the_terminal_trains_and_is_asked_for_once(
+    organise, kit, at_terminal, tmp_path, network_threads
+):
     organiser = organise(kit.tiny_spec())
     terminal = at_terminal(organiser.invite)
     terminal.await_text("[y/N]")
@@ -420,7 +415,7 @@ def test_only_a_yes_is_a_yes(monkeypatch, answer, is_yes):
     os.write(write, answer.encode())
     os.close(write)
     monkeypatch.setattr(command, "STDIN", read)
-    assert asyncio.run(command._ask()) is is_yes
+    assert command._ask(threading.Event()) is is_yes
     os.close(read)
 
 
@@ -434,7 +429,9 @@ def test_an_interrupt_at_the_question_ends_it(organise, kit, at_terminal):
     assert "Traceback" not in terminal.text
 
 
-def test_without_a_terminal_it_is_refused_with_the_remedy(organise, kit, tmp_path, capsys):
+def test_without_a_terminal_it_is_refused_with_the_remedy(
+    organise, kit, tmp_path, capsys, network_threads
+):
     organiser = organise(kit.tiny_spec())
     assert cli.main(arguments(organiser.invite, tmp_path / "peer")) == 2
     told = capsys.readouterr().err
@@ -445,7 +442,7 @@ def test_without_a_terminal_it_is_refused_with_the_remedy(organise, kit, tmp_pat
 
 @pytest.mark.parametrize("model", [{"custom": "logging:basicConfig", "overrides": {}}])
 def test_a_run_of_code_that_is_not_allowed_is_refused_before_it_starts(
-    organise, kit, tmp_path, capsys, monkeypatch, model
+    organise, kit, tmp_path, capsys, monkeypatch, model, network_threads
 ):
     """The organiser has the state; the peer has only the spec's word for what to run."""
     state = kit.first_state(kit.tiny_spec())

@@ -10,14 +10,16 @@ from atoll.coordinator.invites import issue
 from atoll.coordinator.run.spec import RunSpec
 from atoll.optim.log.entry import Entry
 from atoll.optim.state.layout import Layout
-from atoll.peer.daemon.consent import Consent, ConsentMissing
+from atoll.peer.daemon.consent import Consent, ConsentMissing, RunTerms
 from atoll.peer.daemon.keeping import KeptBallots
 from atoll.peer.daemon.membership import Membership
+from atoll.peer.daemon.network import connect
 from atoll.peer.errors import WrongRole
 from atoll.peer.lab.own_keeper import keep_beside
 from atoll.peer.paths import PeerPaths
 from atoll.peer.rounds.consensus.round import NOWHERE, Place
 from atoll.peer.training.permission import Allowed
+from support.organiser import LOOPBACK
 
 
 def for_keepers(organiser, uses):
@@ -50,24 +52,17 @@ def test_a_keeper_is_asked_for_no_model_and_no_data(tmp_path):
     model = {"custom": "somebodys.code:build"}
     data = {"source": "/somebodys/data", "tokenizer": "/somebodys/tokens"}
     spec = RunSpec.from_dict({"model": model, "data": data, "round": {"electors": "keepers"}})
-    membership = Membership(
-        spec=spec,
-        layout=Layout(names=("w",), shapes=((1000,),)),
-        genesis_root=bytes(32),
-        admission=b"",
-        bootstrap=(),
-        role="keeper",
-    )
+    terms = RunTerms(spec=spec, layout=Layout(names=("w",), shapes=((1000,),)), is_keeper=True)
     shown = []
     paths = PeerPaths(root=tmp_path)
     consent = Consent(paths=paths, run_id=bytes(32), allowed=Allowed(), show=shown.append)
     with pytest.raises(ConsentMissing):
-        asyncio.run(consent.admit(membership))
+        consent.admit(terms)
     assert any("keeper" in line for line in shown)
     assert not any("somebodys" in line for line in shown)
     yes = dataclasses.replace(consent, yes=True)
-    asyncio.run(yes.admit(membership))
-    asyncio.run(consent.admit(membership))  # the answer is kept
+    yes.admit(terms)
+    consent.admit(terms)  # the answer is kept
 
 
 def test_a_membership_keeps_the_role(tmp_path):
@@ -86,10 +81,10 @@ def test_a_membership_keeps_the_role(tmp_path):
     assert Membership.from_json(json.dumps(older).encode()).role == "trainer"
 
 
-def test_a_training_loop_of_ones_own_is_no_keeper(organise, kit, join):
+def test_a_training_loop_of_ones_own_is_no_keeper(organise, kit, tmp_path, network_threads):
     organiser = organise(kit.tiny_spec(round={"electors": "keepers"}))
     with pytest.raises(WrongRole, match="the invite is for keepers"):
-        join(for_keepers(organiser, uses=1))
+        connect(str(for_keepers(organiser, uses=1)), state_dir=tmp_path / "own", listen=LOOPBACK)
 
 
 @pytest.mark.exhaustive  # in memory: tests/peer/rounds/test_keepers.py

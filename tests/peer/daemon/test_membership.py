@@ -13,12 +13,14 @@ from atoll.peer.daemon.membership import (
     MAX_BOOTSTRAP,
     Membership,
     StateDirectory,
+    addresses_to_keep,
+    expect_run,
+)
+from atoll.peer.daemon.state_directory import (
     StateDirectoryError,
     StateDirectoryInUse,
     StateDirectoryUnusable,
     StateOfAnotherRun,
-    addresses_to_keep,
-    expect_run,
 )
 from atoll.peer.paths import PeerPaths
 

@@ -13,8 +13,8 @@ from atoll.coordinator.rpc.client_errors import CoordinatorError
 from atoll.coordinator.run.invite import Invite, InviteError
 from atoll.optim import DiLoCo
 from atoll.optim.state.layout import Layout, LayoutError
-from atoll.peer.daemon.membership import StateDirectoryInUse
 from atoll.peer.daemon.network import connect
+from atoll.peer.daemon.state_directory import StateDirectoryInUse
 
 LOOPBACK = ("/ip4/127.0.0.1/tcp/0",)
 ROUNDS = 4

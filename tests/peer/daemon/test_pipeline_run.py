@@ -13,6 +13,7 @@ from atoll.dht.testing.memory import MemoryNetwork
 from atoll.optim.log.entry import Elector
 from atoll.optim.state.layout import Layout
 from atoll.peer.daemon import process
+from atoll.peer.daemon.network import connect
 from atoll.peer.daemon.pipeline_run import PipelineRun, frame_shape, hop_rules
 from atoll.peer.errors import DeviceError, ModelError, WrongRole
 from atoll.peer.pipeline.carrier import Workbench
@@ -22,6 +23,7 @@ from atoll.peer.training.opening import first_state
 from atoll.peer.training.permission import Allowed
 from atoll.peer.training.stages import Shape
 from atoll.peer.training.trained import load_checkpoint
+from support.organiser import LOOPBACK
 from support.pacing import unlimited
 
 STAGES = ("stage-1", "stage-2", "stage-3")
@@ -238,7 +240,7 @@ def test_microbatches_that_no_peer_could_keep_are_refused(kit, batch_size, fits)
             hop_rules(spec, frames)
 
 
-def test_a_loop_of_its_own_cannot_join_a_pipeline(organise, kit, join):
+def test_a_loop_of_its_own_cannot_join_a_pipeline(organise, kit, tmp_path, network_threads):
     organiser = organise(staged(kit))
     with pytest.raises(WrongRole, match="join with `atoll peer`"):
-        join(organiser.invite)
+        connect(str(organiser.invite), state_dir=tmp_path / "own", listen=LOOPBACK)

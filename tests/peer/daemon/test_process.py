@@ -7,8 +7,8 @@ import pytest
 
 from atoll.coordinator.rpc.client_errors import CoordinatorError
 from atoll.peer.daemon import process
-from atoll.peer.daemon.membership import StateDirectoryInUse
 from atoll.peer.daemon.process import log_file
+from atoll.peer.daemon.state_directory import StateDirectoryInUse
 from atoll.peer.errors import DataError
 from atoll.peer.paths import PeerPaths
 
@@ -176,14 +176,14 @@ def test_a_stop_while_it_waits_for_the_coordinator_ends_it(organise, kit, start)
 
 
 def test_a_stop_while_it_joins_reads_no_data(organise, kit, start, tmp_path, monkeypatch):
-    opening = process.open_peer
+    opening = process.NetworkProcess
 
     def open_and_stop(*args, stopping, **options):
-        reducer = opening(*args, stopping=stopping, **options)
+        network = opening(*args, stopping=stopping, **options)
         stopping.set()
-        return reducer
+        return network
 
-    monkeypatch.setattr(process, "open_peer", open_and_stop)
+    monkeypatch.setattr(process, "NetworkProcess", open_and_stop)
     daemon = start(organise(kit.tiny_spec()).invite, data=str(tmp_path / "nowhere"))
     assert daemon.join() is False
 

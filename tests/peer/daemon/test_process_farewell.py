@@ -20,6 +20,7 @@ from atoll.peer.daemon.process import (
     saying_that_it_stops,
     wait_until_stored,
 )
+from atoll.peer.daemon.views import PeerView
 from atoll.peer.training.statistics import TimeSpent, TrainerStatistics
 
 
@@ -46,10 +47,11 @@ def test_a_run_that_ends_by_itself_says_nothing_of_a_stop():
 
 def test_a_wait_for_the_coordinator_is_not_silent(monkeypatch):
     monkeypatch.setattr(process, "SAY_STORING_S", 0.0)
-    peer = SimpleNamespace(run=SimpleNamespace(stored_all=lambda: False))
     told = []
     stopping = threading.Event()
-    assert not wait_until_stored(peer, 0.01, stopping, lambda level, text: told.append(text))
+    assert not wait_until_stored(
+        lambda: False, 0.01, stopping, lambda level, text: told.append(text)
+    )
     assert [text.split(" for ")[0] for text in told] == [
         "waiting up to 0.01 s",
         "the coordinator has not stored the last rounds; they are kept here",
@@ -60,9 +62,9 @@ def test_the_reason_comes_before_the_goodbye(monkeypatch, tmp_path):
     invite = Invite(
         addresses=("127.0.0.1:1",), run_id=bytes(32), run_key=bytes(32), tls_sha256=bytes(32)
     )
-    peer = SimpleNamespace(is_keeper=True, position=7)
-    thread = SimpleNamespace(value=peer, close=lambda: None)
-    monkeypatch.setattr(process, "open_peer", lambda *_, **__: thread)
+    facts = SimpleNamespace(is_keeper=True, module="")
+    network = SimpleNamespace(facts=facts, view=PeerView(position=7), close=lambda: None)
+    monkeypatch.setattr(process, "NetworkProcess", lambda *_, **__: network)
 
     def fail(*_):
         raise OSError("no space left on device")
@@ -74,7 +76,7 @@ def test_the_reason_comes_before_the_goodbye(monkeypatch, tmp_path):
     with pytest.raises(OSError, match="no space"):
         join_and_train(options, on_event=events.append, stop=Stop())
     last = events[-1]
-    assert (last.kind, last.level) == ("stopped", "error")
+    assert (last.kind, last.level, last.position) == ("stopped", "error", 7)
     assert last.text == "left the run: no space left on device"
 
 

@@ -6,9 +6,9 @@ import pytest
 
 from atoll.coordinator.run.invite import Invite
 from atoll.peer.daemon import process
-from atoll.peer.daemon.membership import StateOfAnotherRun
 from atoll.peer.daemon.options import PeerOptions
 from atoll.peer.daemon.process import RunOptions, Stop, join_and_train
+from atoll.peer.daemon.state_directory import StateOfAnotherRun
 from atoll.peer.paths import PeerPaths
 
 INVITE = Invite(
@@ -24,7 +24,7 @@ def test_the_state_directory_of_another_run_gets_none(tmp_path, monkeypatch, sto
         logging.getLogger("atoll").warning("something else")
         raise StateOfAnotherRun("found out late")
 
-    monkeypatch.setattr(process, "open_peer", open_link)
+    monkeypatch.setattr(process, "NetworkProcess", open_link)
     paths = PeerPaths(root=tmp_path)
     if stored is not None:
         paths.run.write_text(stored)

@@ -9,7 +9,7 @@ from atoll.optim.reduction.contribution import Feedback
 from atoll.peer.daemon.log_run import Publisher
 from atoll.peer.daemon.options import PeerOptions
 from atoll.peer.daemon.process import RunOptions, Stop, join_and_train
-from atoll.peer.daemon.reducer import TrainerView
+from atoll.peer.daemon.views import TrainerView
 
 
 class Running:
@@ -34,7 +34,9 @@ class Running:
         assert not self._thread.is_alive()
 
 
-def test_peers_that_were_all_started_again_wait_for_no_stall(organise, kit, tmp_path, monkeypatch):
+def test_peers_that_were_all_started_again_wait_for_no_stall(
+    organise, kit, tmp_path, monkeypatch, network_threads
+):
     """They had been killed: nothing tells the coordinator that their votes are not needed."""
     monkeypatch.setattr(Publisher, "has_retired", lambda publisher: False)
     organiser = organise(kit.tiny_spec(run={"rounds": 0}, round={"min_peers": 2}))

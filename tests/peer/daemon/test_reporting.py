@@ -8,8 +8,8 @@ from atoll.coordinator.run.status import FlowStatus, RoundReport
 from atoll.dht.tasks import end
 from atoll.dht.testing.memory import run_virtual
 from atoll.peer.daemon.options import LinkRates
-from atoll.peer.daemon.reducer import TrainerView
 from atoll.peer.daemon.reporting import MAX_KEPT, MAX_LEFT_OUT, MAX_TEXT, Outbox, Reporter
+from atoll.peer.daemon.views import TrainerView
 from atoll.peer.pipeline.tallies import HopStatistics
 from support.environment import environment, rounds_view, started
 from support.swarm import Swarm

@@ -15,7 +15,7 @@ from atoll.dht.testing.memory import MemoryNetwork
 from atoll.dht.testing.virtualtime import inline, run_virtual
 from atoll.dht.transport import Refused, StreamEnd
 from atoll.peer.pipeline.actions import RunJob, TakeStep
-from atoll.peer.pipeline.carrier import NOTE, PASS, PIECE_BYTES, Carrier, Ended, Workbench
+from atoll.peer.pipeline.carrier import NOTE, PASS, PIECE_BYTES, Carrier, Ended
 from atoll.peer.pipeline.hop import Hop
 from atoll.peer.pipeline.messages import (
     ACCEPTED,
@@ -25,6 +25,7 @@ from atoll.peer.pipeline.messages import (
     Payload,
 )
 from atoll.peer.pipeline.passes import HopRules
+from atoll.peer.pipeline.workbench import Workbench
 from support.pacing import unlimited
 from support.records import record_of
 

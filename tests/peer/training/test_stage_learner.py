@@ -15,9 +15,10 @@ from atoll.optim.inner import build
 from atoll.peer.daemon.pipeline_run import frame_shape, hop_rules
 from atoll.peer.errors import DataError
 from atoll.peer.pipeline.actions import RunJob
-from atoll.peer.pipeline.carrier import Carrier, Workbench
+from atoll.peer.pipeline.carrier import Carrier
 from atoll.peer.pipeline.hop import Hop
 from atoll.peer.pipeline.messages import Microbatch, PassKey
+from atoll.peer.pipeline.workbench import Workbench
 from atoll.peer.training import models
 from atoll.peer.training.beside import ParameterTurns
 from atoll.peer.training.devices import Device

@@ -35,14 +35,14 @@ class Seat:
     def __init__(self, folder, **changes):
         self.bench = Bench(folder, **changes)
         ours, theirs = socket.socketpair()
-        side = NetworkSide(Channel(theirs))
+        self.side = side = NetworkSide(Channel(theirs))
         self.line = NetworkLine(ours, on_event=lambda level, text: None, stopping=threading.Event())
         self.thread = threading.Thread(target=self._serve, args=(side,), daemon=True)
         self.thread.start()
         self.reducer, self.commits = SeatReducer(self.line), []
 
     def _serve(self, side):
-        side.serve(self.bench.reducer)
+        side.serve(self.bench.thread)
         side.end(None)
 
     def start(self):

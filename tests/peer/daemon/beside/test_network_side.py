@@ -1,5 +1,6 @@
 """Both sides of the seam in one process: what a trainer asks, and what it gets to hear."""
 
+import queue
 import threading
 from collections import deque
 from dataclasses import replace
@@ -15,7 +16,14 @@ from atoll.optim.state.layout import Difference
 from atoll.peer.daemon.beside.network_side import options_of
 from atoll.peer.daemon.beside.trainer_side import _told
 from atoll.peer.daemon.options import LinkRates, PeerOptions
+from atoll.peer.daemon.pipeline_run import PipelineRun
+from atoll.peer.daemon.views import TrainerView
 from atoll.peer.errors import NetworkLost
+from atoll.peer.pipeline.actions import RunJob
+from atoll.peer.pipeline.messages import Microbatch, PassKey, Payload
+from atoll.peer.pipeline.placement import StageNeeds
+from atoll.peer.pipeline.workbench import Workbench
+from atoll.peer.training.stages import Shape
 from support.reducer_bench import ME, NUMEL, contribution, decided
 
 LONG = vectors.LONG
@@ -125,8 +133,8 @@ def test_ranks_keep_the_residuals_and_hear_what_became_of_them(seat):
     settled, credit = ledger
     assert (settled.kind, settled.included.tolist(), settled.share) == ("settle", [True, False], 10)
     assert (credit.kind, credit.at, credit.values.tolist()) == ("credit", 5, [0.5, 0.25])
-    kept.mass_N = torch.ones(3)  # what the ranks have gathered
-    assert seat.reducer.state_dict()["feedback"] == [{"mass_N": kept.mass_N}]
+    kept.mass = torch.ones(3)  # what the ranks have gathered
+    assert seat.reducer.state_dict()["feedback"] == [{"mass_N": kept.mass}]
 
 
 def test_what_a_trainer_tells_is_what_the_network_takes(tmp_path):
@@ -140,7 +148,67 @@ def test_what_a_trainer_tells_is_what_the_network_takes(tmp_path):
         announce=("/ip4/1.2.3.4/tcp/5",),
         rates=LinkRates(uplink_mbit_s=3.0),
     )
-    assert options_of(_told(options, timeout_s=1.0, device="cpu")) == options
+    assert options_of(_told(options)) == options
+
+
+def test_an_event_that_nobody_can_print_ends_the_waits(seat):
+    def broken(level, text):
+        raise BrokenPipeError("nobody reads")
+
+    seat.start()
+    seat.line._on_event = broken
+    seat.side._on_event("info", "a word")
+    with pytest.raises(BrokenPipeError):
+        seat.reducer.wait()
+
+
+def test_what_the_trainer_shows_reaches_the_heartbeats_to_its_end(seat):
+    seat.start()
+    views = [TrainerView(step=1)]
+    seat.line.show(lambda: views[-1])
+    progress = seat.bench.reducer.progress
+    seat.reducer.wait()  # asked after the view was sent
+    assert progress.view().step == 1
+    views.append(TrainerView(step=2, valid_loss=3.0))
+    seat.close()
+    assert progress.view().valid_loss == 3.0
+
+
+def test_how_far_the_peer_is_comes_without_a_question(seat):
+    seat.start()
+    seen = queue.SimpleQueue()
+    seat.line.on_view = seen.put
+    seat.bench.thread.value.position = 7
+    assert seen.get(timeout=10).position == seat.line.view.position == 7
+    seat.bench.decisions.fail(OSError(28, "No space left on device"))
+    assert isinstance(seen.get(timeout=10).failure, OSError)
+    with pytest.raises(OSError, match="No space left"):
+        seat.line.expect_working()
+
+
+def test_a_stages_jobs_and_their_results_cross(seat, monkeypatch):
+    run = PipelineRun.__new__(PipelineRun)
+    vars(run).update(vars(seat.bench.thread.value.run))
+    run.bench, reports = Workbench(), queue.SimpleQueue()
+    run.bench.report_to(lambda *report: reports.put(report))
+    monkeypatch.setattr(PipelineRun, "is_complete", False)
+    monkeypatch.setattr(PipelineRun, "expect_working", lambda run: None)
+    monkeypatch.setattr(PipelineRun, "open_stage", lambda *arguments: reports.put(arguments[1:]))
+    seat.bench.thread.value.run = run
+    needs = (StageNeeds(cost=1.0, state_bytes=2, device_bytes=3),)
+    shape = Shape(vocab_size=5, seq_len=4, width=3)
+    seat.line.ask("open_stage", vars(shape), needs, 9)
+    assert reports.get(timeout=10) == (shape, needs, 9)
+    key = PassKey(Microbatch("peer", "1" * 32, 4, b"12345678"), "forward")
+    job = RunJob(kind="backward", key=key, rows=3, gradient=bytes(1 << 21), loss=2.0)
+    run.bench.put(job)
+    got = seat.line.bench.take(10)
+    assert got == job and type(got.key) is PassKey and got.key.trains
+    payload = Payload.of(b"", b"gradient")
+    seat.line.bench.report("gradient_ready", key, payload, loss=2.0)
+    name, values, named = reports.get(timeout=10)
+    assert (name, tuple(values), named) == ("gradient_ready", (key, payload), {"loss": 2.0})
+    assert type(values[0]) is PassKey and type(values[1]) is Payload
 
 
 def test_a_network_that_is_gone_is_named(seat):

@@ -18,7 +18,12 @@ from atoll.coordinator.epochs import Epochs
 from atoll.coordinator.gossip import FetchModel, KeptModels, ReportedRounds
 from atoll.coordinator.heads import AskHead, Heads
 from atoll.coordinator.history import EventLog, History
-from atoll.coordinator.policies import PublisherChoice, common_position, window_s
+from atoll.coordinator.policies import (
+    PublisherChoice,
+    common_position,
+    expected_round_s,
+    window_s,
+)
 from atoll.coordinator.presence import KnownPeer, Presence, mean
 from atoll.coordinator.rounds import RoundHistory, contributors
 from atoll.coordinator.run.levels import Level
@@ -345,7 +350,7 @@ class KeptLog:
     def _round_s(self, now_s: float) -> float:
         tokens = self._spec.step_tokens * self.window(now_s)
         window = window_s(self.alive(now_s), tokens=tokens)
-        return max(self.rounds.interval_s(), window)
+        return expected_round_s(window, self.rounds.interval_s())
 
     def _claimed(self, now_s: float) -> int:
         """The highest position that any peer online claims to have."""

@@ -32,6 +32,7 @@ RESTARTED_S = 10.0
 # Between two epochs for acceptors that were lost, doubled while no round is decided: a peer that
 # restarts, or says so, again and again opens few.
 LOST_AGAIN_S = 10.0
+LONGER_ROUND = 4.0  # than the last ones may a round be expected to take
 PUBLISH_S = 15.0  # a peer asked for entries that sends none for this long is passed over
 REPORT_BURST = 50.0  # at once: a restored link delivers what it kept, 32 items per report
 REPORTS_PER_S = 10.0  # far above a heartbeat per second
@@ -273,6 +274,19 @@ def window_s(alive: Iterable[KnownPeer], *, tokens: int) -> float:
     times = sorted(tokens / speed for speed in speeds if speed > 0)
     # The lower of two middle values, so that one of two peers cannot raise it.
     return times[(len(times) - 1) // 2] if times else 0.0
+
+
+def expected_round_s(window: float, interval: float) -> float:
+    """Return how long a round may take: as the last ones did, or as long as a window does.
+
+    A loop of one's own may count other tokens than the spec does, and so report a hundredth of the
+    speed; then what was measured bounds it. Windows that grow are at most twice the last one.
+
+    Args:
+        window: in seconds, by what trainers report; 0 if unknown.
+        interval: seconds between the last rounds; 0 if there are none.
+    """
+    return max(interval, min(window, LONGER_ROUND * interval)) if interval else window
 
 
 @dataclass

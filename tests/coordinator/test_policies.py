@@ -12,6 +12,7 @@ from atoll.coordinator.policies import (
     common_position,
     electable,
     electors_after_stall,
+    expected_round_s,
     window_s,
 )
 from atoll.coordinator.presence import MAX_PEERS, KnownPeers, Presence
@@ -116,6 +117,13 @@ def test_a_window_takes_as_long_as_the_median_trainer_reports() -> None:
         peers.update(peer(peer_id, tokens_per_s=speed), 0.0)
     peers.update(peer("follower", tokens_per_s=1e-6, role="follower"), 0.0)
     assert window_s(peers.alive(0.0), tokens=1000) == 200.0
+
+
+def test_a_round_is_expected_to_take_about_as_long_as_the_last_ones() -> None:
+    assert expected_round_s(7000.0, 0.0) == 7000.0  # nothing else is known
+    assert expected_round_s(7000.0, 60.0) == 240.0  # trainers that count other tokens
+    assert expected_round_s(90.0, 60.0) == 90.0  # windows that grow
+    assert expected_round_s(0.0, 60.0) == 60.0
 
 
 def test_time_without_anybody_does_not_count() -> None:

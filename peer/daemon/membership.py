@@ -202,9 +202,13 @@ class Enrolment:
         membership: Membership,
         *,
         own_bootstrap: Sequence[str],
+        show: OnEvent,
     ) -> None:
         """Use `open`."""
         self.membership = membership
+        self._show = show
+        self._is_unwritten = False
+        """True if the disk did not take the newest one."""
         self._directory = directory
         self._invite = invite
         self._own_bootstrap = tuple(own_bootstrap)
@@ -239,34 +243,43 @@ class Enrolment:
                     client.recall_evictions(earlier.evictions)
                     # The run's own address comes first among those that were kept.
                     own = earlier.bootstrap[:1]
-                    return cls(directory, invite, earlier, own_bootstrap=own), None
+                    return cls(directory, invite, earlier, own_bootstrap=own, show=show), None
                 text = f"{error}; retrying in {pause_s:.1f} s"
                 show("warning", text, key=("cannot join", type(error)))
             else:
                 membership = Membership.of(joined, invite, client.evictions)
                 directory.remember(membership)
                 own = membership.bootstrap
-                return cls(directory, invite, membership, own_bootstrap=own), joined
+                return cls(directory, invite, membership, own_bootstrap=own, show=show), joined
             # At random, so that peers that a restart cut off do not return in one moment.
             await asyncio.sleep(pause_s * (0.5 + random.random()))
             pause_s = min(2 * pause_s, PAUSE_S[1])
 
     def renew(self, joined: Joined, evictions: bytes) -> None:
         """Take a later answer of the coordinator."""
-        self.membership = Membership.of(joined, self._invite, evictions)
-        self._own_bootstrap = self.membership.bootstrap
-        self._directory.remember(self.membership)
+        membership = Membership.of(joined, self._invite, evictions)
+        self._own_bootstrap = membership.bootstrap
+        self._keep(membership)
 
     def keep_evictions(self, record: bytes) -> None:
         """Keep a newer list of evictions."""
-        if record != self.membership.evictions:
-            self.membership = replace(self.membership, evictions=record)
-            self._directory.remember(self.membership)
+        if record != self.membership.evictions or self._is_unwritten:
+            self._keep(replace(self.membership, evictions=record))
 
     def keep_addresses(self, known: Sequence[str]) -> None:
         """Keep addresses of other peers, for a start while the coordinator is away."""
         kept = self.membership.bootstrap
         keep = addresses_to_keep(self._own_bootstrap, kept, known)
         if set(keep) != set(kept):  # another order is not worth a write to disk
-            self.membership = replace(self.membership, bootstrap=keep)
-            self._directory.remember(self.membership)
+            self._keep(replace(self.membership, bootstrap=keep))
+
+    def _keep(self, membership: Membership) -> None:
+        """Keep it in memory at least: a peer with a full disk stays in touch and hears evictions."""
+        self.membership = membership
+        try:
+            self._directory.remember(membership)
+            self._is_unwritten = False
+        except OSError as error:
+            self._is_unwritten = True
+            text = f"{error}: the membership could not be stored; make room on the disk"
+            self._show("warning", text, key="the membership could not be stored")

@@ -1,7 +1,9 @@
 """The state directory of a peer: whose it is, who uses it, and what is kept in it."""
 
+import errno
 import json
 import os
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ from atoll.coordinator.run.spec import RunSpec
 from atoll.optim.state.layout import Layout
 from atoll.peer.daemon.membership import (
     MAX_BOOTSTRAP,
+    Enrolment,
     Membership,
     StateDirectory,
     addresses_to_keep,
@@ -79,6 +82,30 @@ def test_remembering_replaces_the_file_as_a_whole(paths, membership, monkeypatch
     with pytest.raises(OSError, match="power cut"):
         directory.remember(membership)
     assert directory.recall() == membership
+    directory.close()
+
+
+def test_a_full_disk_costs_a_peer_no_eviction_that_it_hears_of(paths, membership, monkeypatch):
+    told = []
+    directory = StateDirectory(paths, RUN)
+    enrolment = Enrolment(
+        directory,
+        None,
+        membership,
+        own_bootstrap=(),
+        show=lambda level, text, key: told.append((level, text)),
+    )
+
+    def full(self, target):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "replace", full)
+        enrolment.keep_evictions(b"newer")
+        assert enrolment.membership.evictions == b"newer"
+        assert [level for level, _ in told] == ["warning"] and "make room" in told[0][1]
+    enrolment.keep_evictions(b"newer")  # the next heartbeat, with room
+    assert directory.recall().evictions == b"newer" and len(told) == 1
     directory.close()
 
 

@@ -88,7 +88,7 @@ class Row:
 
 
 class Meter:
-    """What links carry while something is measured."""
+    """Bytes that links carry while something is measured."""
 
     def __init__(self, lab: WanLab) -> None:
         """Read the counts."""

@@ -58,7 +58,7 @@ SIZES = {
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """How a model is trained."""
+    """The training of a model."""
 
     size: str
     seed: int

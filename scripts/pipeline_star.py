@@ -55,7 +55,7 @@ SHAPE = (BATCH, SEQ_LEN, WIDTH)
 
 
 class Kind(IntEnum):
-    """What a message is; the smaller, the more urgent."""
+    """The kind of a message; the smaller, the more urgent."""
 
     GRADIENT = 0  # an answer
     BACKWARD = 1

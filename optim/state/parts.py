@@ -34,7 +34,7 @@ class TensorPart:
     """Start and stop of each run of the tensor, in the order of the values."""
 
     shape: tuple[int, ...]
-    """Of the tensor."""
+    """The shape of the whole tensor."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -24,12 +24,12 @@ class RunFacts:
 
 @dataclass(frozen=True, kw_only=True)
 class PeerView:
-    """How far a peer is, as its network process shows it."""
+    """The place of a peer in its run, as its network process shows it."""
 
     position: int = 0
     """Entries applied; by gossip, the round."""
     is_complete: bool = False
-    """Of a pipeline: whether all rounds of all stages are committed."""
+    """True if all rounds of all stages of a pipeline are committed."""
     moves: StageMove | None = None
     """The move for which the peer leaves its stage, once what was in work there is done."""
     failure: Exception | None = None

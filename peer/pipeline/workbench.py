@@ -13,7 +13,7 @@ from typing import Any
 from atoll.peer.pipeline.actions import MicrobatchEnded, RunJob, SettleHeld, TakeStep
 
 Job = RunJob | TakeStep | SettleHeld | MicrobatchEnded
-"""What the trainer gets: computations, and the ends of the evaluations that it asked for."""
+"""A trainer's job: a computation, or the end of an evaluation that it asked for."""
 
 Report = Callable[[str, Sequence[Any], dict[str, Any]], None]
 """Takes the name of a result, its values, and those that have names."""

@@ -1,4 +1,4 @@
-"""What a trainer computes while it waits for a round.
+"""Computing while a trainer waits for a round.
 
 A peer of a pipeline that stands still while its round is decided holds up all other stages. So the
 trainer's thread continues with microbatches, and another one waits. Commits change the parameters

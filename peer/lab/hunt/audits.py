@@ -1,4 +1,4 @@
-"""What must hold in every run, whatever happens to its machines.
+"""Rules that hold in every run, whatever happens to its machines.
 
     Audit           of the run: entries, states, acknowledgements, admissions, bounds
     WorkAudit       of one trainer: each step counts once

@@ -1,4 +1,4 @@
-"""What a process gets from its system, replaced while a simulation runs.
+"""Clocks, chance and threads of a process, replaced while a simulation runs.
 
 Everything else in a simulated process is the code that peers and coordinators run. Replaced are:
 

@@ -34,7 +34,7 @@ class Search:
     first: int = 0
     seeds: int = 100
     minutes: float = 0.0
-    """Of real time, after which no further seed begins; 0: all seeds."""
+    """Minutes of real time, after which no further seed begins; 0 runs all seeds."""
     virtual_minutes: float | None = None
     """Minutes of faults in each run; None: drawn from the seed."""
     jobs: int = 1
@@ -44,7 +44,7 @@ class Search:
 
 @dataclass(frozen=True, kw_only=True)
 class SeedResult:
-    """What became of one seed, without what a process keeps for itself."""
+    """The outcome of one seed, which travels between processes."""
 
     seed: int
     rule: str
@@ -60,7 +60,7 @@ class SeedResult:
 
 @dataclass(kw_only=True)
 class HuntSummary:
-    """What became of all seeds."""
+    """The outcome of all seeds."""
 
     runs: int = 0
     found: list[SeedResult] = field(default_factory=list)

@@ -1,4 +1,4 @@
-"""What happens in a simulated run, as plain data: the run's settings, and faults by the second.
+"""Plans of simulated runs, as plain data: the run's settings, and faults by the second.
 
 `draw` is a pure function of the seed. A plan can lose faults and minutes, and is then still a plan:
 that is how a failing one shrinks.
@@ -51,7 +51,7 @@ KINDS: dict[FaultKind, float] = {
     "join": 1,
     "evict": 0.3,
 }
-"""How often each is drawn, relative to the others."""
+"""The frequency of each, relative to the others."""
 
 LASTS_S = (0.5, 2.0, 5.0, 20.0, 70.0, 200.0)
 AWAY_S = (20.0, 200.0, 900.0, 7200.0)

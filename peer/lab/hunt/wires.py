@@ -65,7 +65,7 @@ async def _requests(stream: Stream, method: Any) -> AsyncIterator[Any]:  # noqa:
 
 
 class ServedCall:
-    """What a service knows of a call."""
+    """A call, as a service sees it."""
 
     def __init__(self, stream: Stream, serialize: Callable[[Any], bytes]) -> None:
         self._stream = stream

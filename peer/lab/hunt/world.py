@@ -94,7 +94,7 @@ class WatchedReplica(LiveReplica):
 
 
 class WatchedBallots(Ballots):
-    """What a keeper remembers, which the world's audit compares with where it has voted."""
+    """A keeper's memory, which the world's audit compares with where it has voted."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:  # noqa: ANN401
         super().__init__(*arguments, **options)
@@ -115,12 +115,12 @@ class WatchedBallots(Ballots):
 
 @dataclass(frozen=True, kw_only=True)
 class RunVerdict:
-    """What became of a plan."""
+    """The outcome of a plan."""
 
     plan: RunPlan
     broken: RuleBroken | None
     story: tuple[str, ...]
-    """What happened, a line each."""
+    """The events, a line each."""
     virtual_s: float
     positions: int
     epochs: int

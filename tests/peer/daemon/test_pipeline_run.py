@@ -16,9 +16,9 @@ from atoll.peer.daemon import process
 from atoll.peer.daemon.network import connect
 from atoll.peer.daemon.pipeline_run import PipelineRun, frame_shape, hop_rules
 from atoll.peer.errors import DeviceError, ModelError, WrongRole
-from atoll.peer.pipeline.carrier import Workbench
 from atoll.peer.pipeline.hop import Hop
 from atoll.peer.pipeline.messages import OmitNote
+from atoll.peer.pipeline.workbench import Workbench
 from atoll.peer.training.opening import first_state
 from atoll.peer.training.permission import Allowed
 from atoll.peer.training.stages import Shape

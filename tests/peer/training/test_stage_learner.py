@@ -8,7 +8,6 @@ import threading
 import pytest
 import torch
 
-from atoll.coordinator.run.spec import RunSpec
 from atoll.dht.tasks import KeptTasks
 from atoll.dht.testing.memory import MemoryNetwork
 from atoll.optim.inner import build
@@ -28,42 +27,9 @@ from atoll.peer.training.stage_compute import StageCompute
 from atoll.peer.training.stage_learner import StageLearner, StoppedInStep, codecs_of
 from support.pacing import unlimited
 from support.records import record_of
+from support.small_stages import VOCAB, batches, spec_of
 
-VOCAB = 64
 STEPS = 12
-
-
-def spec_of(stages=3, accumulation=2, clip_norm=0.0, **topology):
-    return RunSpec.from_dict(
-        {
-            "model": {
-                "overrides": {
-                    "dim": 16,
-                    "num_layers": 3,
-                    "num_heads": 2,
-                    "ffn_dim": 32,
-                    "vocab_size": VOCAB,
-                }
-            },
-            "data": {"seq_len": 12},
-            "inner": {
-                "batch_size": 2,
-                "grad_accumulation": accumulation,
-                "warmup_steps": 2,
-                "lr": 1e-2,
-                "clip_norm": clip_norm,
-            },
-            "topology": {"stages": stages, "activations": "fp32", "gradients": "fp32"} | topology,
-        }
-    )
-
-
-def batches(spec, seed=5):
-    """Endless microbatches, the same at each call."""
-    generator = torch.Generator().manual_seed(seed)
-    while True:
-        shape = (spec.inner.batch_size, spec.data.seq_len + 1)
-        yield torch.randint(VOCAB, shape, generator=generator)
 
 
 def in_one_piece(spec, steps):

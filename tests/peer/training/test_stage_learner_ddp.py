@@ -8,15 +8,15 @@ import threading
 import pytest
 import torch
 
-from atoll.coordinator.run.spec import RunSpec
 from atoll.dht.tasks import KeptTasks
 from atoll.dht.testing.memory import MemoryNetwork
 from atoll.optim.inner import build
 from atoll.optim.inprocess.rounds import in_process
 from atoll.optim.methods import parse
 from atoll.peer.daemon.pipeline_run import frame_shape, hop_rules
-from atoll.peer.pipeline.carrier import Carrier, Workbench
+from atoll.peer.pipeline.carrier import Carrier
 from atoll.peer.pipeline.hop import Hop
+from atoll.peer.pipeline.workbench import Workbench
 from atoll.peer.training import models
 from atoll.peer.training.devices import Device
 from atoll.peer.training.opening import build_stage, slices_of
@@ -24,48 +24,11 @@ from atoll.peer.training.permission import Allowed
 from atoll.peer.training.stage_learner import StageLearner, StoppedInStep, codecs_of
 from support.pacing import unlimited
 from support.records import record_of
+from support.small_stages import VOCAB, batches, spec_of
 
-VOCAB, STEPS, ACCUMULATION = 64, 6, 2
+STEPS, ACCUMULATION = 6, 2
 DDP = parse("ddp(codec=fp32, clip_at=0)")
 INCARNATION = "1" * 32
-
-
-def spec_of(stages):
-    return RunSpec.from_dict(
-        {
-            "model": {
-                "overrides": {
-                    "dim": 16,
-                    "num_layers": 3,
-                    "num_heads": 2,
-                    "ffn_dim": 32,
-                    "vocab_size": VOCAB,
-                }
-            },
-            "data": {"seq_len": 12},
-            "inner": {
-                "batch_size": 2,
-                "grad_accumulation": ACCUMULATION,
-                "warmup_steps": 2,
-                "lr": 1e-2,
-                "clip_norm": 0.0,
-            },
-            "topology": {
-                "stages": stages,
-                "activations": "fp32",
-                "gradients": "fp32",
-                "deadline_s": 50.0,
-            },
-        }
-    )
-
-
-def batches(spec, seed):
-    """Endless microbatches of one origin."""
-    generator = torch.Generator().manual_seed(seed)
-    while True:
-        shape = (spec.inner.batch_size, spec.data.seq_len + 1)
-        yield torch.randint(VOCAB, shape, generator=generator)
 
 
 def in_one_piece(spec, peers):
@@ -193,7 +156,7 @@ def trained(spec, peers):
     ("stages", "peers"), [(2, 2), pytest.param(3, 3, marks=pytest.mark.exhaustive)]
 )
 def test_peers_of_a_stage_train_as_one_with_as_many_times_the_batch(stages, peers):
-    spec = spec_of(stages)
+    spec = spec_of(stages, accumulation=ACCUMULATION, deadline_s=50.0)
     expected, whole = in_one_piece(spec, peers)
     found, hops = trained(spec, peers)
     for stage in found:

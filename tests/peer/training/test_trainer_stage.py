@@ -11,8 +11,8 @@ from atoll.compression.activations import parse_activations
 from atoll.coordinator.run.spec import RunSpec
 from atoll.optim.reducer import Commit
 from atoll.peer.pipeline.actions import RunJob, TakeStep
-from atoll.peer.pipeline.carrier import Workbench
 from atoll.peer.pipeline.messages import Microbatch, PassKey, encode_tokens
+from atoll.peer.pipeline.workbench import Workbench
 from atoll.peer.training.stage_compute import StageCompute
 from atoll.peer.training.trainer import (
     MAX_DROPPED,

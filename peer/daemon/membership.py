@@ -274,7 +274,7 @@ class Enrolment:
             self._keep(replace(self.membership, bootstrap=keep))
 
     def _keep(self, membership: Membership) -> None:
-        """Keep it in memory at least: a peer with a full disk stays in touch and hears evictions."""
+        """Keep it, with a full disk only in memory: the peer still hears of evictions."""
         self.membership = membership
         try:
             self._directory.remember(membership)

@@ -19,7 +19,7 @@ from atoll.coordinator.history import EventLog, History
 from atoll.coordinator.invites import InviteDesk, InvitesError
 from atoll.coordinator.kept_log import KeptLog, LogParts, Surroundings
 from atoll.coordinator.module_status import with_peers, with_valid_losses
-from atoll.coordinator.policies import electable
+from atoll.coordinator.policies import electable, needs_most
 from atoll.coordinator.presence import MAX_PEERS, Presence, mean
 from atoll.coordinator.run.keys import RunKeys
 from atoll.coordinator.run.levels import Level
@@ -164,14 +164,21 @@ class Coordinator:
             del self._placed[first]
 
     def _needs_most(self, newcomer: str) -> str:
-        """Return the module with the fewest trainers, those included that are about to begin."""
+        """Return the module that a newcomer serves, by what all trainers can do in theirs.
+
+        Those count that have joined and are about to begin.
+        """
         self._forget_placed()
-        of_peer = {peer: module for peer, (module, _) in self._placed.items()}
-        alive = [m.status for m in self.presence.alive(self._steady())]
-        of_peer |= {s.peer_id: s.module for s in alive if s.role == "trainer"}
+        of_peer = {peer: (module, 0.0) for peer, (module, _) in self._placed.items()}
+        for status in (m.status for m in self.presence.alive(self._steady())):
+            if status.role == "trainer":
+                rate = status.flow.able_tokens_per_s if status.flow is not None else 0.0
+                of_peer[status.peer_id] = (status.module, rate)
         of_peer.pop(newcomer, None)
-        serving = Counter(of_peer.values())
-        return min(self.logs, key=lambda module: serving[module])
+        rates: dict[str, list[float]] = {module: [] for module in self.logs}
+        for module, rate in of_peer.values():
+            rates[module].append(rate)
+        return needs_most(rates)
 
     def log_of(self, module: str) -> KeptLog:
         """Return the log of a module. Raises Refusal."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ipaddress
 import math
+import statistics
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -33,6 +34,7 @@ RESTARTED_S = 10.0
 # restarts, or says so, again and again opens few.
 LOST_AGAIN_S = 10.0
 LONGER_ROUND = 4.0  # than the last ones may a round be expected to take
+FASTEST = 8.0  # times the median may a peer of a stage count when a newcomer is placed
 PUBLISH_S = 15.0  # a peer asked for entries that sends none for this long is passed over
 REPORT_BURST = 50.0  # at once: a restored link delivers what it kept, 32 items per report
 REPORTS_PER_S = 10.0  # far above a heartbeat per second
@@ -274,6 +276,29 @@ def window_s(alive: Iterable[KnownPeer], *, tokens: int) -> float:
     times = sorted(tokens / speed for speed in speeds if speed > 0)
     # The lower of two middle values, so that one of two peers cannot raise it.
     return times[(len(times) - 1) // 2] if times else 0.0
+
+
+def needs_most(rates: Mapping[str, Sequence[float]]) -> str:
+    """Return the module of a pipeline that a newcomer serves: the one with the lowest level.
+
+    The level is the sum of its peers' rates. One that is not measured counts as the median of its
+    module's, or of all. No peer counts more than `FASTEST` medians of all: who claims more would
+    keep newcomers away.
+
+    Args:
+        rates: by module, in order: tokens/s that each of its peers can do; 0 if not measured.
+    """
+    usual = _median_low([rate for each in rates.values() for rate in each if rate]) or 1.0
+
+    def level(module: str) -> float:
+        here = _median_low([rate for rate in rates[module] if rate]) or usual
+        return sum(min(rate or here, FASTEST * usual) for rate in rates[module])
+
+    return min(rates, key=level)
+
+
+def _median_low(values: Sequence[float]) -> float:
+    return statistics.median_low(values) if values else 0.0
 
 
 def expected_round_s(window: float, interval: float) -> float:

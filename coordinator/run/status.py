@@ -173,6 +173,8 @@ class FlowStatus(StatusRecord):
     double_counts: Count = 0
     """Microbatches of its own that counted at two peers of one stage."""
     held_bytes: Count = 0
+    able_tokens_per_s: Amount = 0.0
+    """What it can do in its stage if there is always work; 0 before it was measured."""
     waited_s: Seconds = field(default_factory=dict)
     """Its trainer's time without a job, by what it waited for: input, route, returns, step,
     drain."""

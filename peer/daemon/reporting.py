@@ -54,6 +54,7 @@ from atoll.peer.rounds.pacing import BITS
 
 if TYPE_CHECKING:
     from atoll.peer.daemon.peer import Environment
+    from atoll.peer.daemon.views import TrainerView
 
 MAX_KEPT = 128  # events, and accounts of rounds, while the coordinator is away
 MAX_SENT = 32  # of each in one heartbeat: the coordinator refuses more (`MAX_REPORTS`)
@@ -430,7 +431,7 @@ class Reporter:
             rounds_counted=self.tally.rounds_counted,
             tokens_counted=self.tally.tokens_counted,
             outcome=self.tally.last.outcome if self.tally.last else None,
-            flow=None if (flow := self._flow()) is None else flow_status(flow),
+            flow=None if (flow := self._flow()) is None else flow_status(flow, view),
         )
 
     def _state(self) -> PeerState:
@@ -466,8 +467,8 @@ class Reporter:
         return self._digest
 
 
-def flow_status(hop: HopStatistics) -> FlowStatus:
-    """Return what a hop has counted, as a peer reports it."""
+def flow_status(hop: HopStatistics, progress: TrainerView) -> FlowStatus:
+    """Return what a hop has counted, and what its trainer can do, as a peer reports it."""
     return FlowStatus(
         counted=hop.counted,
         in_flight=hop.in_flight,
@@ -478,6 +479,7 @@ def flow_status(hop: HopStatistics) -> FlowStatus:
         late_returns=hop.late_returns,
         double_counts=sum(hop.double_counts.values()),
         held_bytes=hop.held_bytes,
+        able_tokens_per_s=_amount(progress.able_tokens_per_s),
         waited_s={reason: _amount(s) for reason, s in hop.waited_s.items() if s > 0},
     )
 

@@ -42,6 +42,7 @@ from functools import partial
 from pathlib import Path
 from typing import Literal
 
+from atoll.coordinator.policies import needs_most
 from atoll.peer.pipeline.placement import (
     HORIZON_S,
     PEER_COOLDOWN_S,
@@ -54,7 +55,6 @@ from atoll.peer.pipeline.placement import (
     StageNeeds,
     decide,
     departing,
-    first_stage_for,
     levels,
     move_s,
     next_look_s,
@@ -397,7 +397,7 @@ class Playback:
             device_bytes=max(needs.device_bytes for needs in self._stages),
         )
         if self._newcomers == "lowest" or is_first:
-            record = replace(record, stage=first_stage_for(record.device_bytes, self.view))
+            record = replace(record, stage=self._lowest())
         else:
             record = replace(record, stage=self._rng.randrange(len(self._stages)))
         host = _Actor(visit=visit, record=record, confirmed=self._new_confirmed())
@@ -412,6 +412,13 @@ class Playback:
             took_s = move_s(record, self._stages[record.stage])
             self._at(self.now_s + took_s, partial(self._arrive, host))
         self.look_first(host)
+
+    def _lowest(self) -> int:
+        """Return the stage that the coordinator gives a newcomer."""
+        rates: dict[str, list[float]] = {str(stage): [] for stage in range(len(self._stages))}
+        for record in self._records.values():
+            rates[str(record.stage)].append(record.samples_per_s or 0.0)
+        return int(needs_most(rates))
 
     def _new_confirmed(self) -> Confirmed:
         return Confirmed()

@@ -1,4 +1,4 @@
-"""Placement: the stage that a newcomer serves, and the one peer that moves to another stage.
+"""Placement: the one peer that moves to another stage.
 
 Every peer announces its stage and its throughput, and every peer computes the same decision from
 the same announcements. The peer that the decision names moves; nobody orders it to.
@@ -64,10 +64,6 @@ ALIKE = 0.9
 MAX_RATE = 1e12  # of samples or Mbit/s a second; sums of such stay finite
 
 PATIENCE_LOOKS = 3  # periods for which a named peer may fail to move before it is passed over
-
-
-class NoStageFits(ValueError):
-    """A device has too little memory for any stage of the run."""
 
 
 class Duty(Enum):
@@ -208,24 +204,6 @@ def departing(peer: PlaceRecord, move: Move, stages: Sequence[StageNeeds]) -> Pl
         is_rested=False,
         samples_per_s=rate and rate * stages[move.source].cost / stages[move.target].cost,
     )
-
-
-def first_stage_for(device_bytes: int, view: PlacementView) -> int:
-    """Return the stage that a newcomer serves: the lowest of those that its memory can hold.
-
-    Raises:
-        NoStageFits: it can hold none.
-    """
-    balance = _Balance(view)
-    fitting = [s for s, needs in enumerate(view.stages) if needs.device_bytes <= device_bytes]
-    if not fitting:
-        least_bytes = min(needs.device_bytes for needs in view.stages)
-        raise NoStageFits(
-            f"this device has {device_bytes / 1e9:.1f} GB, and the smallest stage of the run takes "
-            f"{least_bytes / 1e9:.1f} GB: use a device with more memory, or ask the organiser for "
-            "a run of more stages"
-        )
-    return min(fitting, key=lambda s: (s not in balance.vacant, balance.levels[s], s))
 
 
 def next_look_s(view: PlacementView, move: Move | None, period_s: float = LOOK_S) -> float:

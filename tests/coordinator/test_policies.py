@@ -1,6 +1,7 @@
 from types import SimpleNamespace
 
 from atoll.coordinator.policies import (
+    FASTEST,
     LOST_AGAIN_S,
     RESTARTED_S,
     SILENT_S,
@@ -13,6 +14,7 @@ from atoll.coordinator.policies import (
     electable,
     electors_after_stall,
     expected_round_s,
+    needs_most,
     window_s,
 )
 from atoll.coordinator.presence import MAX_PEERS, KnownPeers, Presence
@@ -237,6 +239,22 @@ def after_stall(online: str, *, known: str = "") -> str:
     )
     assert all(each.incarnation == "2" for each in found)
     return "".join(each.peer_id for each in found)
+
+
+def test_a_newcomer_goes_where_the_peers_can_do_least() -> None:
+    assert needs_most({"a": [], "b": []}) == "a"
+    assert needs_most({"a": [0.0], "b": []}) == "b"
+    assert needs_most({"a": [1.0], "b": [0.5, 0.5], "c": []}) == "c"  # vacant before slow
+    assert needs_most({"a": [1.0, 1.0], "b": [3.0]}) == "a"  # by what they can do, not by number
+    assert needs_most({"a": [4.0, 0.0], "b": [2.0, 2.0, 2.0]}) == "b"
+    assert needs_most({"a": [2.0, 0.0], "b": [4.0, 1.0]}) == "a"
+
+
+def test_no_claimed_rate_keeps_newcomers_away() -> None:
+    rates = {"a": [1e12], "b": [1.0] * 3}
+    while len(rates["b"]) < 3 * FASTEST and needs_most(rates) == "b":
+        rates["b"].append(1.0)
+    assert needs_most(rates) == "a" and len(rates["b"]) == FASTEST
 
 
 def test_an_epoch_keeps_the_electors_and_half_as_many_tried_newcomers() -> None:

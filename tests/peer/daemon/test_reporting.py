@@ -102,10 +102,11 @@ def test_what_flows_through_a_stage_is_reported(tmp_path):
             late_returns=1,
             double_counts=3,
             held_bytes=100,
+            able_tokens_per_s=9.0,
             waited_s={"input": 1.5},
         )
 
-    with_reporter(tmp_path, use)
+    with_reporter(tmp_path, use, view=replace(VIEW, able_tokens_per_s=9.0))
 
 
 def test_a_rate_that_is_no_number_is_none(tmp_path):

@@ -16,13 +16,11 @@ from atoll.peer.pipeline.placement import (
     SWITCH_S,
     Confirmed,
     Duty,
-    NoStageFits,
     PlacementView,
     PlaceRecord,
     StageNeeds,
     decide,
     departing,
-    first_stage_for,
     levels,
     move_s,
     next_look_s,
@@ -174,18 +172,6 @@ def test_without_churn_moves_come_to_an_end(view):
             return
         view = after(view, move)
     pytest.fail("the moves do not end")
-
-
-@given(views(), st.integers(1, 32))
-def test_a_newcomer_gets_the_lowest_stage_that_it_can_hold(view, gigabytes):
-    fitting = [s for s, n in enumerate(view.stages) if n.device_bytes <= gigabytes * GB]
-    if not fitting:
-        with pytest.raises(NoStageFits, match=f"this device has {gigabytes}.0 GB"):
-            first_stage_for(gigabytes * GB, view)
-        return
-    chosen = first_stage_for(gigabytes * GB, view)
-    assert chosen in fitting
-    assert levels(view)[chosen] == min(levels(view)[stage] for stage in fitting)
 
 
 # Balancing
@@ -350,26 +336,6 @@ def test_a_device_that_is_too_small_does_not_fill():
     view = view_of([1, 1], [])
     assert decide(changed(view, "0.0", device_bytes=GB)).peer_id == "0.1"
     assert decide(view_of([1, 1], [], device_bytes=GB)) is None
-
-
-# Newcomers
-
-
-def test_a_newcomer_fills_a_vacant_stage_before_a_slow_one():
-    assert first_stage_for(16 * GB, view_of([1], [0.0], [])) == 2
-
-
-def test_the_first_newcomer_of_a_run_gets_the_first_stage():
-    assert first_stage_for(16 * GB, view_of([], [])) == 0
-
-
-def test_a_device_too_small_for_any_stage_is_told_what_to_do():
-    with pytest.raises(NoStageFits) as told:
-        first_stage_for(6 * GB, view_of([1], [1]))
-    assert str(told.value) == (
-        "this device has 6.0 GB, and the smallest stage of the run takes 8.0 GB: use a device with "
-        "more memory, or ask the organiser for a run of more stages"
-    )
 
 
 # Confirmation

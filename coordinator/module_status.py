@@ -71,6 +71,7 @@ def _with_peers(module: ModuleStatus, peers: Sequence[PeerStatus]) -> ModuleStat
         in_flight=sum(flow.in_flight for flow in flows),
         queued=sum(flow.queued for flow in flows),
         omitted=sum(flow.num_omitted for flow in flows),
+        double_counts=sum(flow.double_counts for flow in flows),
         waits_for=_waits_for(flows),
     )
 

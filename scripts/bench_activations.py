@@ -81,6 +81,7 @@ CODECS = (
     ("int4", "int4"),
     ("subspace(k=32)", "subspace(k=32)"),
     ("subspace(k=20)", "subspace(k=20)"),
+    ("subspace(k=14)", "subspace(k=14)"),
 )
 TO_LOSS = (CODECS[1], CODECS[4], CODECS[7])  # of CODECS; the first sets the loss
 

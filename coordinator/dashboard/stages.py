@@ -109,6 +109,7 @@ def _counts(module: ModuleStatus, cells: int) -> Content:
         (module.in_flight, " in flight", "$text-plain"),
         *([(module.queued, " queued", "$text-plain")] if is_wide else []),
         (module.omitted, " omitted", "$warn" if module.omitted else "$text-plain"),
+        *([(module.double_counts, " twice", "$warn")] if is_wide and module.double_counts else []),
         *([(module.moves, " moved in", "$text-plain")] if module.moves else []),
     ]
     parts = [Content.assemble((text.count(n), style), (what, "$dim")) for n, what, style in pieces]

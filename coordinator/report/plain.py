@@ -314,6 +314,7 @@ def _stage_table(status: RunStatus) -> list[str]:
             "in flight",
             "queued",
             "omitted",
+            "twice",
             "moved in",
             "waits for",
         )
@@ -335,6 +336,7 @@ def _stage_row(module: ModuleStatus) -> tuple[str, ...]:
         str(module.in_flight),
         str(module.queued),
         str(module.omitted),
+        str(module.double_counts),
         str(module.moves),
         waited_for(module.waits_for),
     )

@@ -340,12 +340,14 @@ class ModuleStatus(StatusRecord):
     """Jobs that wait for their trainers."""
     omitted: Count = 0
     """Microbatches that they gave up, but for those of peers that left."""
+    double_counts: Count = 0
+    """Microbatches that they sent out and that counted at two peers of one stage."""
     moves: Count = 0
     """Peers that came from another module since the coordinator's start."""
     waits_for: Name = ""
     """What their trainers have waited for most, as in `FlowStatus`; empty if they did not."""
     binds: bool = False
-    """True if the other stages wait for this one (`coordinator.policies.binding`)."""
+    """True if the other stages wait for this one (`coordinator.module_status.with_binding`)."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -33,10 +33,13 @@ def test_a_module_adds_up_what_its_peers_report():
     first = FlowStatus(
         in_flight=3,
         queued=1,
+        double_counts=2,
         omitted={"late": 2, "withdrawn": 9},
         waited_s={"returns": 5.0, "input": 4.0},
     )
-    second = FlowStatus(in_flight=2, omitted={"failed": 1}, waited_s={"input": 2.0})
+    second = FlowStatus(
+        in_flight=2, omitted={"failed": 1}, double_counts=1, waited_s={"input": 2.0}
+    )
     told = with_peers(
         STAGES,
         [
@@ -55,6 +58,7 @@ def test_a_module_adds_up_what_its_peers_report():
         1,
         3,
     )
+    assert (one.double_counts, two.double_counts) == (0, 3)
     assert abs(two.utilisation - 0.6) < 1e-9
     assert two.waits_for == "input"  # 6 s of both together
 

@@ -170,7 +170,7 @@ def _of_stage(peer: PeerStatus, stage: int) -> PeerStatus:
         queued=stage % 2,
         omitted={"late": 3, "withdrawn": 8} if peer.name == NAMES[1] else {},
         resends=stage,
-        double_counts=2,
+        double_counts=2 if stage == 1 else 0,
         waited_s={waits_for: 40.0, "route": 2.0},
     )
     return replace(

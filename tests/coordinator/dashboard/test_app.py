@@ -193,7 +193,7 @@ def test_stages_are_columns_and_the_one_that_binds_is_marked(staged):
             "input",
         ]
         assert "8 in flight · 0 queued · 0 omitted" in rows[4]
-        assert "6 in flight · 2 queued · 3 omitted" in rows[4]
+        assert "6 in flight · 2 queued · 3 omitted · 4 twice" in rows[4]
         assert re.findall(r"● (\w+)", rows[5]) == ["basalt", "coral", "drift"]
         header = plain(app, RunHeader)
         assert "3 stages · stage-2 binds" in header and "chain" not in header

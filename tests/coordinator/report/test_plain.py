@@ -168,7 +168,7 @@ def test_the_status_of_a_pipeline_has_a_table_of_stages(staged):
     head, *stages = (line.split() for line in told[blank + 1 : second])
     assert head[:5] == ["stage", "state", "round", "chain", "params"]
     assert [row[0] for row in stages] == ["stage-1", "stage-2,", "stage-3"]
-    assert stages[1][1] == "binds" and stages[1][-3:] == ["3", "0", "gradients"]
+    assert stages[1][1] == "binds" and stages[1][-4:] == ["3", "4", "0", "gradients"]
     peers = [line.split() for line in told[second + 1 :]]
     assert peers[0][:3] == ["peer", "stage", "state"]
     assert [row[1] for row in peers[1:]] == [f"stage-{n}" for n in (1, 1, 2, 2, 3, 3)]

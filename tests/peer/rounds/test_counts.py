@@ -83,3 +83,30 @@ def test_whoever_is_missing_is_asked_once_or_twice_where_they_are(counted):
     for num_peers in counted:
         asked = of_method(counted, num_peers, "head")
         assert sum(asked.values()) <= 4 * num_peers
+
+
+def test_a_dense_round_costs_what_it_did_before_modules(tmp_path, monkeypatch):
+    """The numbers are those of commit e6d4b98; bytes may vary a little with zlib."""
+    monkeypatch.setattr(cuts, "CELL", CELL_VALUES)
+
+    async def scenario(swarm):
+        sent = Counter()
+
+        def count(src, dst, method, number):
+            sent[method] += 1
+
+        peers = await swarm.begin([swarm.add(window_s=20.0) for _ in range(4)])
+        await swarm.until(lambda: reached(peers, 2))
+        await asyncio.sleep(10.0)
+        swarm.network.on_message = count
+        before_bytes = sum(p.transport.statistics().wire_bytes_sent for p in peers)
+        await swarm.until(lambda: reached(peers, 6))
+        await asyncio.sleep(10.0)
+        after_bytes = sum(p.transport.statistics().wire_bytes_sent for p in peers)
+        return sent, after_bytes - before_bytes
+
+    layout = Layout(names=("w",), shapes=((64 * CELL_VALUES,),))
+    sent, wire_bytes = run_swarm(tmp_path, scenario, layout=layout)
+    messages = {"round": 80, "reduce": 336, "head": 16, "propose": 24, "voted": 72, "commit": 24}
+    assert sent == messages
+    assert wire_bytes == pytest.approx(477_676, rel=0.01)

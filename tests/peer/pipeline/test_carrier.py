@@ -1,8 +1,6 @@
 """Hops of two stages over a network in memory, with a trainer that computes nothing."""
 
 import asyncio
-import random
-from collections import Counter
 from dataclasses import replace
 from itertools import groupby
 
@@ -10,125 +8,15 @@ import pytest
 
 from atoll.dht.refusals import RefusalCode
 from atoll.dht.roster import StagePlace
-from atoll.dht.tasks import KeptTasks
-from atoll.dht.testing.memory import MemoryNetwork
-from atoll.dht.testing.virtualtime import inline, run_virtual
 from atoll.dht.transport import Refused, StreamEnd
-from atoll.peer.pipeline.actions import RunJob, TakeStep
-from atoll.peer.pipeline.carrier import NOTE, PASS, PIECE_BYTES, Carrier, Ended
-from atoll.peer.pipeline.hop import Hop
+from atoll.peer.pipeline.carrier import NOTE, PASS, PIECE_BYTES, Carrier
 from atoll.peer.pipeline.messages import (
     ACCEPTED,
     PIPELINE_PROTOCOL,
-    FrameShape,
     PassHeader,
     Payload,
 )
-from atoll.peer.pipeline.passes import HopRules
-from atoll.peer.pipeline.workbench import Workbench
-from support.pacing import unlimited
-from support.records import record_of
-
-WIDTH, LENGTH = 16, 8
-LIFETIME_S = 20.0
-INCARNATION = "1" * 32
-
-
-def shape_of(width=WIDTH):
-    return FrameShape(
-        max_rows=LENGTH,
-        max_length=LENGTH,
-        width=width,
-        vocab_size=256,
-        forward_codec="int8",
-        backward_codec="int8",
-        forward_bytes=lambda rows, width: rows * width,
-        backward_bytes=lambda rows, width: rows * width,
-    )
-
-
-class Member:
-    """A peer with a hop, and a trainer that answers each job at once with bytes of its own."""
-
-    def __init__(self, network, tasks, name, stage, shape):
-        self.name, self.stage, self.shape = name, stage, shape
-        self.jobs, self.ends, self.steps = Counter(), [], []
-        self.bench = Workbench()
-        rules = HopRules(stages=2, shape=shape, lifetime_s=LIFETIME_S, step_microbatches=2)
-        self.hop = Hop(
-            me=name, incarnation=INCARNATION, stage=stage, rules=rules, rng=random.Random(name)
-        )
-        self.carrier = Carrier(
-            self.hop,
-            network.transport(name),
-            shape,
-            bench=self.bench,
-            tasks=tasks,
-            compute=inline,
-            turn=unlimited().turn,
-            ended=Ended(on_ended=self.ends.append),
-        )
-        self.began = 0
-        self.most = 4
-        """Microbatches to begin."""
-        tasks.keep(self.carrier.keep)
-        tasks.keep(self.train)
-        self.bench.report("resume")
-
-    async def train(self):
-
-        while True:
-            job = self.bench.take(0)
-            if job is None:
-                await asyncio.sleep(0.01)
-            elif isinstance(job, TakeStep):
-                self.steps.append(job.microbatches)
-                self.bench.report("stepped")
-            else:
-                self.do(job)
-
-    def do(self, job: RunJob):
-        self.jobs[job.kind] += 1
-        number = job.key.microbatch.sequence
-        frame = bytes([number]) * (LENGTH * self.shape.width)
-        if job.kind == "begin":
-            self.began += 1
-            tokens = bytes(4 * (LENGTH + 1))
-            output = Payload.of(tokens, frame)
-            self.bench.report("began", job.key, sequences=1, rows=LENGTH, output=output)
-            if self.began == self.most:
-                self.bench.report("drain")
-        elif job.kind == "loss":
-            assert job.frame == frame  # whole, and of this microbatch
-            self.bench.report(
-                "gradient_ready", job.key, Payload.of(b"", frame[::-1]), loss=float(number)
-            )
-            self.bench.report("finished", job.key)
-        elif job.kind == "backward":
-            assert job.gradient == frame[::-1] and job.loss == number
-            self.bench.report("finished", job.key)
-
-
-def record(member, name=None):
-    return record_of(name or member.name, incarnation=INCARNATION, module="stage-2")
-
-
-def with_members(use, *names, width=WIDTH):
-    async def main():
-        network = MemoryNetwork()
-        async with KeptTasks(lambda text: None) as tasks:
-            first = Member(network, tasks, "first", 0, shape_of(width))
-            others = [Member(network, tasks, name, 1, shape_of(width)) for name in names]
-            await use(network, first, *others)
-
-    run_virtual(main())
-
-
-async def until(condition, limit_s=60):
-
-    async with asyncio.timeout(limit_s):
-        while not condition():
-            await asyncio.sleep(0.05)
+from support.carried import INCARNATION, LENGTH, LIFETIME_S, WIDTH, record, until, with_members
 
 
 def test_microbatches_go_there_and_back():

@@ -52,7 +52,7 @@ class Member:
     def __init__(self, network, tasks, name, stage, shape, stages=2, job_s=0.0):
         self.name, self.stage, self.shape = name, stage, shape
         self.network, self.job_s = network, job_s
-        self.jobs, self.ends, self.steps = Counter(), [], []
+        self.jobs, self.ends, self.steps, self.said = Counter(), [], [], []
         self.counted, self.held = Counter(), set()
         """microbatches by name"""
         self.began_s, self.ended_s = {}, {}
@@ -70,6 +70,7 @@ class Member:
             compute=inline,
             turn=unlimited().turn,
             ended=Ended(on_ended=self._ended),
+            on_event=lambda level, text: self.said.append(f"{level}: {text}"),
         )
         self.began = 0
         self.most = 4

@@ -15,6 +15,7 @@ from atoll.peer.pipeline.messages import (
     PIPELINE_PROTOCOL,
     PassHeader,
     Payload,
+    refused,
 )
 from support.carried import INCARNATION, LENGTH, LIFETIME_S, WIDTH, record, until, with_members
 
@@ -134,6 +135,71 @@ def test_a_length_beyond_the_runs_is_refused_unread():
             answer = await stream.recv(timeout_s=5)
         assert b"refused" in answer and b"shape" in answer
         assert last.hop.statistics().held_bytes == 0
+
+    with_members(use, "last")
+
+
+def test_another_shape_is_told_once_with_both_sides(monkeypatch):
+    async def use(network, first, last):
+        stranger = network.transport("a-stranger")
+        announced, _ = header(width=WIDTH + 1)
+        for _ in range(2):
+            async with await stranger.open("last", PASS, timeout_s=1) as stream:
+                await stream.send(announced.encode(), timeout_s=1)
+                assert b"shape" in await stream.recv(timeout_s=5)
+        expected = "expected a width of 16, got 17"
+        assert last.said == [f"warning: ranger announces another shape: {expected}"]
+
+    with_members(use, "last")
+
+
+def test_ids_out_of_the_vocabulary_are_told_with_their_sender():
+    async def use(network, first, last):
+        stranger = network.transport("a-stranger")
+        payload = Payload.of(b"\xff" * 4 * (LENGTH + 1), bytes(LENGTH * WIDTH))
+        announced, _ = header(digest=payload.digest, origin="a-stranger")
+        async with await stranger.open("last", PASS, timeout_s=1) as stream:
+            await stream.send(announced.encode(), timeout_s=1)
+            assert b"accepted" in await stream.recv(timeout_s=5)
+            with pytest.raises(Refused):
+                await stream.send(payload.tokens + payload.frame, timeout_s=1)
+                await stream.recv(timeout_s=30)
+        (told,) = last.said
+        assert "ranger sends what cannot be used: expected ids from 0 to 255, got -1" in told
+        assert "(a microbatch of ranger)" in told
+
+    with_members(use, "last")
+
+
+def test_a_peer_that_is_refused_is_told_why():
+    async def use(network, first, last):
+        last.hop._flow.intake.answer = lambda *given: refused("shape")
+        first.carrier.look([record(last)])
+        await until(lambda: first.said)
+        assert first.said == ["warning: last refuses what this peer sends, as of another shape"]
+
+    with_members(use, "last")
+
+
+@pytest.mark.parametrize("kind", ["loss", "backward"])
+def test_numbers_that_are_not_finite_are_told_with_sender_and_origin(kind):
+    async def use(network, first, last):
+        does = {"loss": last, "backward": first}[kind]
+        honest = does.do
+
+        def refuses(job):
+            if job.kind == kind:
+                does.bench.report("job_refused", job.key, sender=job.sender, text="got a scale NaN")
+            else:
+                honest(job)
+
+        does.do = refuses
+        first.carrier.look([record(last)])
+        await until(lambda: len(first.ends) == 4)
+        sender = {"loss": "first", "backward": "last"}[kind]
+        text = f"{sender} sends what cannot be used: got a scale NaN (a microbatch of first)"
+        assert does.said == [f"warning: {text}"]  # once
+        assert does.hop.statistics().omitted == {"failed": 4}
 
     with_members(use, "last")
 

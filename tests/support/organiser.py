@@ -97,6 +97,20 @@ class Organiser:
             await self._stop.wait()
 
 
+def stand_on_one_log(organiser: Organiser, names=None) -> bool:
+    """Whether peers, all by default, stand on the one log of their module as it was decided.
+
+    False as long as the coordinator does not have it all.
+    """
+    logs = organiser.up.coordinator.logs
+    peers = [peer for peer in organiser.status().peers if names is None or peer.name in names]
+    records = [logs[peer.module].replica.store.get(peer.position - 1) for peer in peers]
+    if not all(records):
+        return False
+    assert [peer.chain for peer in peers] == [record.chain.hex() for record in records]
+    return True
+
+
 def until(condition, what: str, timeout_s: float = DEADLINE_S):
     """Poll until the condition gives something true, and return that."""
     deadline = time.monotonic() + timeout_s

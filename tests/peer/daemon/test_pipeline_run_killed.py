@@ -8,7 +8,7 @@ import psutil
 import pytest
 
 from support.forks import Forked
-from support.organiser import LOOPBACK, until
+from support.organiser import LOOPBACK, stand_on_one_log, until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
@@ -108,17 +108,6 @@ def trains(organiser, names):
     return {peer.name: peer.flow.counted if peer.flow else 0 for peer in peers}
 
 
-def follow(organiser, names):
-    """Whether the peers stand on the one log that their stage has."""
-    logs = organiser.up.coordinator.logs
-    peers = [peer for peer in organiser.status().peers if peer.name in names]
-    records = [logs[peer.module].replica.store.get(peer.position - 1) for peer in peers]
-    if not all(records):
-        return False  # the coordinator does not have it yet
-    assert [peer.chain for peer in peers] == [record.chain.hex() for record in records]
-    return True
-
-
 @pytest.mark.parametrize(
     "direction", ["backward", pytest.param("forward", marks=pytest.mark.exhaustive)]
 )
@@ -157,7 +146,7 @@ def test_a_peer_killed_within_a_pass_is_replaced(direction, organiser, start, sp
         "two more rounds of each stage, and work of all that are left",
         WAIT_S,
     )
-    until(lambda: follow(organiser, others), "the coordinator to have every entry")
+    until(lambda: stand_on_one_log(organiser, others), "the coordinator to have every entry")
     assert {peer.module for peer in organiser.status().peers if peer.name in others} == set(before)
     gone = (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
     until(

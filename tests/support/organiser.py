@@ -69,9 +69,9 @@ class Organiser:
         self._thread.join(DEADLINE_S)
         self._thread = None
 
-    def status(self) -> RunStatus:
+    def status(self, module: str = "") -> RunStatus:
         async def ask() -> RunStatus:
-            return self.up.coordinator.status()
+            return self.up.coordinator.status(module)
 
         return asyncio.run_coroutine_threadsafe(ask(), self._loop).result(DEADLINE_S)
 

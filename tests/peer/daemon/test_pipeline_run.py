@@ -87,6 +87,7 @@ def test_three_stages_train_one_model(pipeline):
         assert not torch.equal(begun.params_N, log.replica.state.params_N)
         losses = [row.loss for row in log.rounds.newest()]
         assert len(losses) == 2 and all(0 < loss < 2 * math.log(256) for loss in losses)
+        assert organiser.status(name).history[-1].chain == log.head().chain.hex()
     # The checkpoints of the stages are one model.
     folder = organiser.folder / "checkpoints"
     wait_for(lambda: all((folder / each / "tiny-00000002.safetensors").exists() for each in logs))

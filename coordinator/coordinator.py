@@ -308,12 +308,21 @@ class Coordinator:
 
     # Status
 
-    def status(self) -> RunStatus:
-        """Return the run's current status."""
+    def status(self, module: str = "") -> RunStatus:
+        """Return the run's current status.
+
+        Args:
+            module: the one of which it lists rounds, and those whose updates are missing; by
+                default the last stage of a pipeline.
+
+        Raises:
+            Refusal: the run has no such module.
+        """
         now_s, log = self._steady(), self.log
+        listed = self.log_of(module) if module else log
         alive = [m.status for m in self.presence.alive(now_s)]
         trainers = [s for s in alive if s.role == "trainer"]
-        history = self._history()
+        history = self._history(log)
         return RunStatus(
             run_name=self.spec.run.name,
             run_id=self.run_id.hex(),
@@ -332,8 +341,8 @@ class Coordinator:
             valid_loss=next((r.valid_loss for r in reversed(history) if r.valid_loss), None),
             utilisation=mean([s.utilisation for s in trainers]) or 0.0,
             peers=self.presence.shown(now_s),
-            history=history,
-            gaps=[Gap(first=start + 1, last=stop) for start, stop in log.gaps[-MAX_GAPS:]],
+            history=history if listed is log else self._history(listed),
+            gaps=[Gap(first=start + 1, last=stop) for start, stop in listed.gaps[-MAX_GAPS:]],
             events=self._events.newest(),
             codec=self._codec,
             method=self.spec.outer.method,
@@ -342,11 +351,11 @@ class Coordinator:
             modules=self._modules(trainers, now_s),
         )
 
-    def _history(self) -> list[RoundSummary]:
-        """Return the newest rounds; of a pipeline those of the last stage."""
+    def _history(self, log: KeptLog) -> list[RoundSummary]:
+        """Return the newest rounds of a log."""
         first, *others = self.logs.values()
         measured = first.rounds.newest()
-        return with_valid_losses(self.log.rounds.newest(), measured) if others else measured
+        return with_valid_losses(log.rounds.newest(), measured) if others else measured
 
     def _modules(self, trainers: Sequence[PeerStatus], now_s: float) -> list[ModuleStatus]:
         """Return how each module of a pipeline is; none of a dense run's only one."""

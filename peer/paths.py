@@ -12,7 +12,8 @@
         trainer.safetensors                   inner optimizer, data position, feedback, open window
         trainer.SAVE.RANK.safetensors         the shards of it that other ranks keep
         trainer.RANK.fit.safetensors          the part of a batch that was too much for a rank
-        stage-1/, stage-1.safetensors         the same of a stage, in a pipeline
+        stage-1/, stage-1.safetensors         the same of a stage, in a pipeline; those of a former
+                                              stage are deleted once the new one is served
         lock                                  held while a peer runs here
         atoll.log                             the daemon's messages
       texts/RUN_ID/                         key and tokenizer of `atoll sample INVITE`

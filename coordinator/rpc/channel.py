@@ -48,9 +48,10 @@ class StatusClient:
         self._address = 0
         self._connecting = asyncio.Lock()
 
-    async def status(self) -> RunStatus:
-        """Return the run's status. Needs no joining."""
-        reply = await self._call("Status", pb.StatusRequest(token=self.invite.token))
+    async def status(self, module: str = "") -> RunStatus:
+        """Return the run's status, with the rounds of a module. Needs no joining."""
+        request = pb.StatusRequest(token=self.invite.token, module=module)
+        reply = await self._call("Status", request)
         try:
             status = RunStatus.from_json(reply.status)
         except StatusError as error:

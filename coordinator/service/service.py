@@ -375,7 +375,7 @@ class Service:
     async def _status(self, request: pb.StatusRequest, call: _Call) -> pb.StatusReply:
         self._pace(call)
         self._run.admission.expect_token(request.token)
-        return pb.StatusReply(status=self._run.status().to_json())
+        return pb.StatusReply(status=self._run.status(request.module).to_json())
 
     def _authenticate(self, auth: pb.Auth) -> None:
         _expect_size("peer_id", auth.peer_id, 128)

@@ -10,7 +10,7 @@ from atoll.peer.cli import Subparsers, new_parser, print_json
 from atoll.peer.cli.watching import add_invite, look, read_invite
 
 if TYPE_CHECKING:
-    from atoll.coordinator.run.status import Gap, RoundSummary
+    from atoll.coordinator.run.status import Gap, RoundSummary, RunStatus
 
 NOBODY: Mapping[str, str] = MappingProxyType({})
 
@@ -24,6 +24,7 @@ def add_parser(subparsers: Subparsers) -> None:
         "peers left out, and the hash chain that identifies the history up to that round.",
         examples="atoll rounds INVITE\natoll rounds INVITE --last 5\n"
         "atoll rounds INVITE --round 12\n"
+        "atoll rounds INVITE --stage stage-1\n"
         "atoll rounds INVITE --json | jq '.rounds[].loss'",
     )
     add_invite(parser)
@@ -39,18 +40,28 @@ def add_parser(subparsers: Subparsers) -> None:
         metavar="N",
         help="Show one round in detail: phases, bytes, peers left out and why.",
     )
+    parser.add_argument(
+        "--stage",
+        default="",
+        metavar="NAME",
+        help="Stage of a pipeline whose rounds to list (default: the last one).",
+    )
     parser.add_argument("--json", action="store_true", help="Print one line of JSON.")
 
 
 class RoundsError(ValueError):
-    """--last below 1, or a round that the coordinator does not report."""
+    """--last below 1, or a stage or a round that the coordinator does not report."""
 
 
 def run(args: argparse.Namespace) -> int:
     """Print the rounds."""
     if args.last is not None and args.last < 1:
         raise RoundsError(f"--last must be at least 1, got {args.last}")
-    status = look(read_invite(args.invite))
+    invite = read_invite(args.invite)
+    status = look(invite)
+    if args.stage:
+        _expect_stage(status, args.stage)
+        status = look(invite, args.stage)
     shown = len(status.history) if args.last is None else args.last
     if args.json:
         told = json.loads(status.to_json())
@@ -66,6 +77,14 @@ def run(args: argparse.Namespace) -> int:
     for line in lines:
         print(line)
     return 0
+
+
+def _expect_stage(status: "RunStatus", name: str) -> None:
+    stages = [module.name for module in status.modules]
+    if not stages:
+        raise RoundsError("--stage is for a pipeline, and this run has one log; omit it")
+    if name not in stages:
+        raise RoundsError(f"the run has no stage {name!r}; choose one of {', '.join(stages)}")
 
 
 def _told(history: Sequence["RoundSummary"], position: int) -> "RoundSummary":

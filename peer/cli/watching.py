@@ -46,18 +46,18 @@ def read_invite(text: str) -> "Invite":
         raise NotAnInvite(f"{path} does not contain an invite") from None
 
 
-def look(invite: "Invite") -> "RunStatus":
-    """Fetch the run's status from the coordinator once.
+def look(invite: "Invite", module: str = "") -> "RunStatus":
+    """Fetch the run's status from the coordinator once, with the rounds of a module.
 
     Raises:
         CoordinatorError: no answer, or a refusal.
     """
-    return asyncio.run(_look(invite))
+    return asyncio.run(_look(invite, module))
 
 
-async def _look(invite: "Invite") -> "RunStatus":
+async def _look(invite: "Invite", module: str) -> "RunStatus":
     async with asking(invite) as client:
-        return await client.status()
+        return await client.status(module)
 
 
 @asynccontextmanager

@@ -189,13 +189,19 @@ def needs_of(spec: RunSpec, layout: Layout) -> Resources:
 
 
 def expect_room(
-    needs: Resources, folder: Path, *, state_on_disk: bool = False, gpu_bytes: int | None = None
+    needs: Resources,
+    folder: Path,
+    *,
+    module: str = WHOLE,
+    state_on_disk: bool = False,
+    gpu_bytes: int | None = None,
 ) -> None:
     """Refuse a run that does not fit into this machine, before anything of it is fetched.
 
     Args:
         needs: of the run.
         folder: the peer's, which need not exist.
+        module: the stage that this machine would serve, in a pipeline.
         state_on_disk: whether the outer state is kept in files there.
         gpu_bytes: memory of the GPUs that train together; None if the processor trains, or a GPU
             whose memory is the machine's own.
@@ -203,23 +209,26 @@ def expect_room(
     Raises:
         NoRoom: it needs more memory than there is, or more disk than is free or its own by now.
     """
+    what, smaller, gpus = "the run", "a smaller model", "on more GPUs with --gpus all, or "
+    if module != WHOLE:  # which one process trains
+        what, smaller, gpus = f"{module} of the run", "more stages, which are smaller", ""
     mapped = needs.peer_state if state_on_disk else 0
     on_gpu = 0 if gpu_bytes is None else needs.inner_memory
     if gpu_bytes is not None and on_gpu + GPU_PROCESS_BYTES > gpu_bytes:
         raise NoRoom(
-            f"model, gradients and inner optimizer of the run take {size(on_gpu)} of GPU memory, "
-            f"activations not counted, and there are {size(gpu_bytes)}; train on more GPUs with "
-            "--gpus all, or on the processor with --device cpu, or ask the organiser for a smaller "
-            'model or inner.state = "8bit"'
+            f"model, gradients and inner optimizer of {what} take {size(on_gpu)} of GPU memory, "
+            f"activations not counted, and there are {size(gpu_bytes)}; train {gpus}on the "
+            f"processor with --device cpu, or ask the organiser for {smaller}, or "
+            'inner.state = "8bit"'
         )
     memory, there = needs.peer_memory - on_gpu - mapped, memory_total()
     if memory > there:
         fits = not mapped and memory - needs.peer_state <= there
         remedy = "keep the outer state in files with --outer-state disk" if fits else ""
         raise NoRoom(
-            f"the run needs {size(memory)} of memory, and this machine or container has "
-            f"{size(there)}; {remedy or 'join from a larger machine'}, or ask the organiser for a "
-            "smaller model"
+            f"{what} needs {size(memory)} of memory, and this machine or container has "
+            f"{size(there)}; {remedy or 'join from a larger machine'}, or ask the organiser for "
+            f"{smaller}"
         )
     disk = needs.peer_disk + needs.peer_disk_free + mapped
     nearest = next(path for path in (folder, *folder.absolute().parents) if path.exists())
@@ -227,7 +236,7 @@ def expect_room(
     free = shutil.disk_usage(nearest).free + own
     if disk > free:
         raise NoRoom(
-            f"the run needs {size(disk)} of disk, and {size(free)} are free where {folder} is; "
+            f"{what} needs {size(disk)} of disk, and {size(free)} are free where {folder} is; "
             "make room, or choose another place with --state-dir"
         )
 
@@ -416,7 +425,11 @@ class Consent:
             self._expect_params(spec, terms)  # the owner is shown this
         needs = needs_of(spec, terms.layout)
         expect_room(
-            needs, self.paths.root, state_on_disk=self.state_on_disk, gpu_bytes=self.gpu_bytes
+            needs,
+            self.paths.root,
+            module=terms.module,
+            state_on_disk=self.state_on_disk,
+            gpu_bytes=self.gpu_bytes,
         )
 
     def _expect_params(self, spec: RunSpec, terms: RunTerms) -> None:

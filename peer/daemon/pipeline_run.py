@@ -120,6 +120,7 @@ class PipelineRun(LogRun):
             tasks=env.tasks,
             compute=env.compute,
             turn=self.ctx.link.pacer.turn,
+            on_event=env.report,
         )
         env.tasks.keep(self._carrier.keep)
         env.tasks.spawn(self.publish)  # others send once they know that it serves

@@ -36,7 +36,7 @@ from atoll.peer.daemon.beside.owner_side import OwnerSide
 from atoll.peer.daemon.beside.trainer_side import NetworkLine, NetworkProcess, SeatReducer
 from atoll.peer.daemon.consent import Ask, Consent, needs_of
 from atoll.peer.daemon.options import PeerOptions, StageMove
-from atoll.peer.daemon.state_directory import expect_run
+from atoll.peer.daemon.state_directory import delete_others, expect_run
 from atoll.peer.daemon.tally import Account
 from atoll.peer.daemon.views import RunFacts, TrainerView
 from atoll.peer.errors import ModelError, SavedStateError, WrongRole
@@ -346,6 +346,8 @@ def _train(options: RunOptions, reducer: SeatReducer, narrator: Narrator, stop: 
         narrator.tell("warning", "--serve has no effect: only peers of a pipeline serve texts")
     stop.call(trainer.stop)
     network.show(lambda: view_of(trainer))
+    if facts.module:
+        _leave_former(PeerPaths(root=options.peer.state_dir), spec, facts.module, narrator)
     if run["has_state"]:
         try:
             trainer.load(state_path)
@@ -398,6 +400,18 @@ def _open_stage(
         "serves texts: whoever holds the invite may have this machine continue theirs, for up to "
         f"{percent(options.serve)} of the time",
     )
+
+
+def _leave_former(paths: PeerPaths, spec: RunSpec, module: str, narrator: Narrator) -> None:
+    """Delete the files of other stages; until here a way back would have needed them.
+
+    Else a peer that moves often would end with the whole model on its disk.
+    """
+    try:
+        delete_others(paths, spec.modules, module)
+    except OSError as error:
+        text = f"files of a former stage stay until the next start, as {error}"
+        narrator.tell("warning", text)
 
 
 def _is_over(spec: RunSpec, network: NetworkLine) -> bool:

@@ -1,4 +1,4 @@
-"""Checks of a peer's state directory, before anything is written there.
+"""Checks of a peer's state directory, before anything is written there, and what it keeps.
 
 Errors:
 
@@ -11,7 +11,8 @@ Errors:
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import shutil
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 
 from atoll.coordinator.run.keys import KEYS_FILE
@@ -72,6 +73,26 @@ def note_leaving(paths: PeerPaths) -> None:
 def is_being_left(paths: PeerPaths) -> bool:
     """Return whether the lock is held by a network process whose trainer was killed."""
     return paths.lock.read_bytes() == LEAVING
+
+
+def delete_others(paths: PeerPaths, modules: Collection[str], served: str) -> None:
+    """Delete the logs and the saved progress of the run's modules that this peer does not serve.
+
+    What is left by a process that was killed meanwhile is deleted at the next call.
+
+    Args:
+        paths: of this peer.
+        modules: of the run; nothing else is deleted.
+        served: the module of which everything stays.
+
+    Raises:
+        OSError: something cannot be deleted.
+    """
+    for module in set(modules) - {served}:
+        if paths.log(module).exists():
+            shutil.rmtree(paths.log(module))
+        for path in paths.root.glob(f"{module}.*"):
+            path.unlink()
 
 
 @contextmanager

@@ -99,6 +99,8 @@ class RunJob:
     """Of the output, in "backward"."""
     loss: float | None = None
     """Of the microbatch, in "backward": nats a token."""
+    sender: str = ""
+    """Of the frame, or of the gradient in "backward"; empty in "begin"."""
     holds: bool = False
     """Keep the weights' gradients apart until `SettleHeld`."""
 
@@ -138,4 +140,24 @@ class Drained:
     """Counted since the last step; `Hop.flush` takes a step with them."""
 
 
-Action = SendPass | AnswerPass | Tell | RunJob | TakeStep | SettleHeld | MicrobatchEnded | Drained
+@dataclass(frozen=True, kw_only=True)
+class Complain:
+    """Tell this peer's owner, once of each peer, that another one sends what cannot be used."""
+
+    peer: str
+    text: str
+    origin: str = ""
+    """Of the microbatch; empty if the peer has announced something that is none."""
+
+
+Action = (
+    SendPass
+    | AnswerPass
+    | Tell
+    | RunJob
+    | TakeStep
+    | SettleHeld
+    | MicrobatchEnded
+    | Drained
+    | Complain
+)

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from atoll.coordinator.run.levels import Level
+from atoll.dht.identity import short
 from atoll.dht.refusals import RefusalCode
 from atoll.dht.roster import PeerRecord
 from atoll.dht.tasks import KeptTasks, together
@@ -29,6 +31,7 @@ from atoll.optim.log.replica import Compute
 from atoll.peer.pipeline.actions import (
     Action,
     AnswerPass,
+    Complain,
     Drained,
     MicrobatchEnded,
     RunJob,
@@ -60,6 +63,7 @@ PROGRESS_S = 10.0  # for a message of 1 MiB: 1 Mbit/s is too slow for a pipeline
 NOTE_S = 5.0
 PIECE_BYTES = 1 << 16  # for which a payload takes a turn: a return need not wait for a whole output
 TICK_S = 0.05  # passes take tenths of a second and more
+MAX_COMPLAINTS = 64  # about peers in one process; an owner reads no more
 BEFORE_ROUNDS = -1  # where rounds have their position: a trainer in its round sends no passes
 TAKEN = b"\1"  # the receiver has the payload
 
@@ -90,6 +94,7 @@ class Carrier:
         compute: Compute,
         turn: Turn,
         ended: Ended | None = None,
+        on_event: Callable[[Level, str], None] = lambda level, text: None,
     ) -> None:
         """Serve passes from now on.
 
@@ -102,6 +107,7 @@ class Carrier:
             compute: runs what would block the loop.
             turn: of this peer's uplink, which rounds share.
             ended: takes what the hop reports of its own microbatches.
+            on_event: takes what this peer's owner may want to know.
         """
         self.hop = hop
         self._transport, self._shape = transport, shape
@@ -109,7 +115,9 @@ class Carrier:
         self._turn, self._queue, self._fair = turn, SendQueue(), FairTurns()
         self._lines: dict[str, asyncio.Lock] = {}
         """by peer: its payloads leave one after the other"""
-        self._ended = ended or Ended()
+        self._ended, self._on_event = ended or Ended(), on_event
+        self._complained: set[str] = set()
+        """peers about which the owner knows"""
         self._loop = asyncio.get_running_loop()
         self._known: dict[str, str] = {}
         """incarnations of the peers of the next stage, as the hop knows them"""
@@ -172,8 +180,18 @@ class Carrier:
                     self._bench.put(action)
             elif isinstance(action, Drained):
                 self._ended.on_drained(action)
+            elif isinstance(action, Complain):
+                self._complain(action)
             # An `AnswerPass` belongs to the stream whose header was offered.
         self._begin_sends()
+
+    def _complain(self, about: Complain) -> None:
+        """Name a peer that sends what cannot be used, once."""
+        if about.peer in self._complained or len(self._complained) >= MAX_COMPLAINTS:
+            return
+        self._complained.add(about.peer)
+        of = f" (a microbatch of {short(about.origin)})" if about.origin else ""
+        self._on_event("warning", f"{short(about.peer)} {about.text}{of}")
 
     def _now(self) -> float:
         return self._loop.time()
@@ -234,6 +252,8 @@ class Carrier:
         except TimeoutError as error:
             raise Refused(RefusalCode.BAD_MESSAGE, "the payload took too long") from error
         except MalformedRecord as error:
+            text = f"sends what cannot be used: {error}"
+            self._complain(Complain(peer=stream.remote, text=text, origin=header.origin))
             raise Refused(RefusalCode.BAD_MESSAGE, str(error)) from error
         return payload
 
@@ -293,6 +313,9 @@ class Carrier:
                 await stream.send(header.encode(), timeout_s=ANSWER_S)
                 answer = PassAnswer.decode(await stream.recv(timeout_s=ANSWER_S) or b"")
                 self.act(self.hop.answered(send, answer, self._now()))
+                if answer.reason in ("shape", "protocol"):
+                    text = f"refuses what this peer sends, as of another {answer.reason}"
+                    self._complain(Complain(peer=send.peer, text=text))
                 if answer.verdict != "accepted":
                     return None
                 await self._send_payload(stream, send)

@@ -35,6 +35,7 @@ from math import inf, isfinite
 from atoll.peer.pipeline.actions import (
     Action,
     AnswerPass,
+    Complain,
     Drained,
     JobKind,
     RunJob,
@@ -55,6 +56,7 @@ from atoll.peer.pipeline.messages import (
     PassKey,
     Payload,
     SettleNote,
+    shape_problem,
 )
 from atoll.peer.pipeline.passes import HopRules, Pass, Phase, remaining_ms
 from atoll.peer.pipeline.tallies import HopStatistics, Wait
@@ -95,6 +97,9 @@ class Hop:
         answer = self._flow.intake.answer(peer, header, now_s)
         self._flow.tallies.answered(answer, is_return=header.is_return)
         self._flow.actions.append(AnswerPass(peer=peer, header=header, answer=answer))
+        if answer.reason == "shape":
+            text = f"announces another shape: {shape_problem(header, self._rules.shape)}"
+            self._flow.actions.append(Complain(peer=peer, text=text))
         if answer.verdict == "known":
             self._flow.known(peer, header, now_s)
         return self._advance(now_s)
@@ -258,6 +263,15 @@ class Hop:
             self._flow.omit(one, "failed")
         return self._advance(now_s)
 
+    def job_refused(self, key: PassKey, sender: str, text: str, now_s: float) -> list[Action]:
+        """Note that what a peer sent for a job cannot be used.
+
+        The microbatch is given up. The sender's own computation may have failed, so it stays.
+        """
+        text = f"sends what cannot be used: {text}"
+        self._flow.actions.append(Complain(peer=sender, text=text, origin=key.microbatch.origin))
+        return self.job_failed(key, now_s)
+
     def stepped(self, now_s: float) -> list[Action]:
         """Note that the inner step is taken."""
         self._books.jobs.end_step()
@@ -392,6 +406,7 @@ class Hop:
                 frame=one.received.frame,
                 gradient=one.gradient,
                 loss=one.loss,
+                sender=one.returned_by if kind == "backward" else one.requesters[0],
                 holds=self._holds and kind in ("loss", "backward"),
             )
         )

@@ -346,6 +346,15 @@ def check_header(header: PassHeader, shape: FrameShape) -> None:
         raise MalformedRecord(f"{header.direction}: a loss and a path belong to returns alone")
 
 
+def shape_problem(header: PassHeader, shape: FrameShape) -> str:
+    """Return what is wrong with a header that was refused for its shape."""
+    try:
+        check_header(header, shape)
+    except MalformedRecord as error:
+        return str(error)
+    return "expected a return of its output's rows, over the stages behind this one, got another"
+
+
 def payload_bytes(header: PassHeader, shape: FrameShape) -> int:
     """Return the exact length of a pass's payload, its header being checked."""
     tokens = tokens_bytes(header.rows, header.sequences) if header.has_tokens else 0

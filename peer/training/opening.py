@@ -9,7 +9,7 @@ from atoll.compression.activations import parse_activations
 from atoll.compression.base import CodecError
 from atoll.coordinator.run.spec import RunSpec
 from atoll.optim.log.replica import WHOLE
-from atoll.optim.state.layout import Layout
+from atoll.optim.state.layout import FragmentError, Layout
 from atoll.optim.state.outer_state import OuterState
 from atoll.peer.errors import ModelError
 from atoll.peer.pipeline.placement import StageNeeds
@@ -115,9 +115,10 @@ def slices_of(spec: RunSpec, vocab_size: int, allowed: Allowed) -> stages.Slices
     Args: as `build_model`.
 
     Raises:
-        ModelError: the model is not usable, or cannot be cut into stages.
+        ModelError: the model is not usable, or cannot be cut into stages, or a stage into the
+            fragments of the run's method.
     """
-    return stages.slices(
+    known = stages.slices(
         spec.model.preset,
         custom=spec.model.custom,
         overrides=spec.model.overrides,
@@ -126,6 +127,22 @@ def slices_of(spec: RunSpec, vocab_size: int, allowed: Allowed) -> stages.Slices
         allowed=allowed.models,
         source_sha256=None if allowed.any_source else spec.model.source_sha256,
     )
+    for module in spec.modules if spec.topology.stages > 1 else ():
+        _expect_fragments(spec, known, module)
+    return known
+
+
+def _expect_fragments(spec: RunSpec, known: stages.Slices, module: str) -> None:
+    """Check that the run's method can divide a stage as it divides a model."""
+    slices = stage_slices(spec, known, module)
+    try:
+        spec.method().fragments(known.layout(slices))
+    except FragmentError as error:
+        raise ModelError(
+            f"outer.method: {spec.outer.method} divides each stage into fragments of whole slices, "
+            f"and {module} of {spec.topology.stages} has {len(slices)}; set count to at most the "
+            "slices of the smallest stage, fewer stages, or a method of one fragment"
+        ) from error
 
 
 def stage_slices(spec: RunSpec, known: stages.Slices, module: str) -> range:
@@ -161,7 +178,8 @@ def build_stage(spec: RunSpec, module: str, vocab_size: int, allowed: Allowed) -
     Args: as `build_model`, and the name of the module.
 
     Raises:
-        ModelError: the model is not usable, or cannot be cut into stages.
+        ModelError: the model is not usable, or cannot be cut into stages, or a stage into the
+            fragments of the run's method.
     """
     known = slices_of(spec, vocab_size, allowed)
     _expect_codecs(spec, known.shape.width)

@@ -23,8 +23,10 @@ import torch
 from torch import Tensor
 
 from atoll.compression.activations import ActivationCodec, parse_activations
+from atoll.compression.base import CodecError
 from atoll.coordinator.run.sections import InnerSection
 from atoll.coordinator.run.spec import RunSpec
+from atoll.dht.identity import short
 from atoll.optim.inner import build
 from atoll.optim.methods.base import InnerName
 from atoll.peer.errors import SetupError
@@ -48,6 +50,10 @@ BESIDE_POLL_S = 0.05  # the same while it waits for a round, whose end it shall 
 
 class StoppedInStep(Exception):
     """The trainer was stopped, or its run ended, before the step had its microbatches."""
+
+
+class UnusableFrame(ValueError):
+    """A frame that another peer sent holds numbers that are not finite."""
 
 
 class DrawMicrobatch(Protocol):
@@ -287,9 +293,14 @@ class StageLearner:
             self._busy_s += time.perf_counter() - began_s
         except SetupError:
             raise
+        except UnusableFrame as error:
+            self._failures += job.key.trains
+            self._bench.report("job_refused", job.key, sender=job.sender, text=str(error))
         except (RuntimeError, ValueError) as error:
             # Also out of memory: the flow gives the microbatch up, and this peer goes on.
-            _log.warning("a microbatch is given up: its %s failed: %s", job.kind, error)
+            origin = short(job.key.microbatch.origin)
+            text = "a microbatch of %s is given up: its %s failed: %s"
+            _log.warning(text, origin, job.kind, error)
             self._failures += job.key.trains
             self._bench.report("job_failed", job.key)
 
@@ -389,7 +400,10 @@ class StageLearner:
 
     def _decoded(self, codec: ActivationCodec, frame: bytes, shape: tuple[int, ...]) -> Tensor:
         batch, length, width = shape
-        return codec.decode(frame, batch * length, width).view(shape)
+        try:
+            return codec.decode(frame, batch * length, width).view(shape)
+        except CodecError as error:
+            raise UnusableFrame(str(error)) from error
 
 
 def _tokens(job: RunJob) -> Tensor:

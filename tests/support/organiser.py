@@ -69,9 +69,9 @@ class Organiser:
         self._thread.join(DEADLINE_S)
         self._thread = None
 
-    def status(self) -> RunStatus:
+    def status(self, module: str = "") -> RunStatus:
         async def ask() -> RunStatus:
-            return self.up.coordinator.status()
+            return self.up.coordinator.status(module)
 
         return asyncio.run_coroutine_threadsafe(ask(), self._loop).result(DEADLINE_S)
 
@@ -95,6 +95,20 @@ class Organiser:
             self.invite = self.up.invite
             ready.set()
             await self._stop.wait()
+
+
+def stand_on_one_log(organiser: Organiser, names=None) -> bool:
+    """Whether peers, all by default, stand on the one log of their module as it was decided.
+
+    False as long as the coordinator does not have it all.
+    """
+    logs = organiser.up.coordinator.logs
+    peers = [peer for peer in organiser.status().peers if names is None or peer.name in names]
+    records = [logs[peer.module].replica.store.get(peer.position - 1) for peer in peers]
+    if not all(records):
+        return False
+    assert [peer.chain for peer in peers] == [record.chain.hex() for record in records]
+    return True
 
 
 def until(condition, what: str, timeout_s: float = DEADLINE_S):

@@ -26,6 +26,7 @@ from atoll.dht.node import Node
 from atoll.dht.roster import RosterError
 from atoll.dht.transport import TransportError
 from atoll.dht.upnp import Forwarding
+from atoll.optim.log.replica import WHOLE
 from atoll.peer.daemon.consent import NoRoom, expect_room, needs_of, round_bytes
 from atoll.peer.daemon.doctor.health import (
     Finding,
@@ -109,7 +110,8 @@ async def _ask(
         status = await client.status()
     report(run_finding(status))
     if joined.role != "keeper":
-        report(room_finding(needs_of(joined.spec, joined.layout), paths.root))
+        needs = needs_of(joined.spec, joined.layout)
+        report(room_finding(needs, paths.root, module=joined.module))
     report(clock_finding(joined.clock_offset_s))
     async with asyncio.timeout(STEP_S):
         forwarding = Forwarding()
@@ -133,18 +135,18 @@ async def _ask(
         await _time_transfer(client, report)
 
 
-def room_finding(needs: Resources, folder: Path) -> Finding:
-    """Judge whether the run fits into this machine."""
+def room_finding(needs: Resources, folder: Path, *, module: str = WHOLE) -> Finding:
+    """Judge whether the run, or its stage of that name, fits into this machine."""
     try:
-        expect_room(needs, folder, gpu_bytes=gpu_memory("auto"))
+        expect_room(needs, folder, module=module, gpu_bytes=gpu_memory("auto"))
     except NoRoom as error:
         fact, _, remedy = str(error).partition("; ")
         return problem("room", fact, remedy)
     disk = needs.peer_disk + needs.peer_disk_free
     return ok(
         "room",
-        f"the run needs {size(needs.peer_memory)} of memory, of which --outer-state disk moves "
-        f"{size(needs.peer_state)} to files, and {size(disk)} of disk",
+        f"{module or 'the run'} needs {size(needs.peer_memory)} of memory, of which --outer-state "
+        f"disk moves {size(needs.peer_state)} to files, and {size(disk)} of disk",
     )
 
 

@@ -619,12 +619,12 @@ class World:
         ]
 
 
-def run(plan: RunPlan, folder: Path) -> RunVerdict:
-    """Run a plan to its end."""
+def run(plan: RunPlan, folder: Path, kind: type[World] = World) -> RunVerdict:
+    """Run a plan to its end; `kind` is the class of the world, for other machines in it."""
     loop = HuntLoop()
     loop.longest_job_s = plan.longest_job_s
     torch.manual_seed(plan.seed)
-    world = World(plan, folder, loop)
+    world = kind(plan, folder, loop)
     edges = Edges(loop, plan.seed)
     failures = _Failures(world)
     broken: RuleBroken | None = None

@@ -10,6 +10,7 @@ from atoll.coordinator.run.status import NAMED_PEERS, RoundReport, RoundSummary,
 from atoll.coordinator.run.text import ABSENT
 from atoll.peer.cli.rounds import table, trace
 from atoll.peer.daemon.reporting import MAX_REASON, reasons
+from support.commands import refused
 
 ROUND = RoundSummary(
     epoch=1, position=12, at=5.0, members=3, tokens=99, left_out=["12D3KooWaaaaaa"]
@@ -61,6 +62,19 @@ def test_a_round_names_so_many_peers_and_no_more():
     assert f"peer {3 * NAMED_PEERS - 1}" in summary.peer_bytes
     with pytest.raises(StatusError):
         told(reasons=many).to_json()
+
+
+def test_rounds_are_listed_by_stage(atoll, organise, kit):
+    invite = organise(kit.tiny_spec(topology={"stages": 2})).invite.encode()
+    listed = atoll("rounds", invite, "--stage", "stage-1")
+    assert (listed.code, listed.out) == (0, "no rounds committed yet\n")
+    told = refused(atoll("rounds", invite, "--stage", "stage-3"))
+    assert "the run has no stage 'stage-3'; choose one of stage-1, stage-2" in told
+
+
+def test_a_run_with_one_log_has_no_stages_to_list(atoll, invite):
+    told = refused(atoll("rounds", invite.encode(), "--stage", "stage-1"))
+    assert "--stage is for a pipeline, and this run has one log; omit it" in told
 
 
 def test_a_long_reason_is_cut_before_it_is_sent():

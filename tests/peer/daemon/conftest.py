@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import pytest
 
 from atoll.peer.daemon.joining import open_peer
-from atoll.peer.daemon.options import PeerOptions
+from atoll.peer.daemon.options import LinkRates, PeerOptions
 from atoll.peer.daemon.peer import Peer
 from atoll.peer.daemon.process import RunOptions, Stop, join_and_train
 from atoll.peer.daemon.reducer import RunReducer
@@ -69,11 +69,17 @@ def join(tmp_path):
 class Running:
     """A peer with its trainer in a thread, and what it said."""
 
-    def __init__(self, invite, state_dir, **options):
+    def __init__(self, invite, state_dir, rates=None, **options):
         self.events = []
         self.result = self.error = None
         self.stop = Stop()
-        peer = PeerOptions(invite=invite, state_dir=state_dir, name=state_dir.name, listen=LOOPBACK)
+        peer = PeerOptions(
+            invite=invite,
+            state_dir=state_dir,
+            name=state_dir.name,
+            listen=LOOPBACK,
+            rates=rates or LinkRates(),
+        )
         options = {"share": SHARE} | options
         self._options = RunOptions(peer=peer, device="cpu", yes=True, **options)
         self.thread = threading.Thread(target=self._run, daemon=True)

@@ -26,6 +26,7 @@ from atoll.peer.daemon.consent import (
     NoOuterState,
     NoRoom,
     RunTerms,
+    expect_room,
     needs_of,
     request_of,
     round_bytes,
@@ -113,6 +114,26 @@ def test_a_run_that_its_gpu_cannot_hold_is_refused(tmp_path):
         owner.admit(run)
     assert owner.asked == 0
     Owner(tmp_path, gpu_bytes=least).admit(run)
+
+
+@pytest.mark.parametrize("lacks", ["memory", "GPU memory", "disk"])
+def test_a_machine_too_small_for_its_stage_is_told_which_and_to_ask_for_more(
+    tmp_path, monkeypatch, lacks
+):
+    run = terms_of(model={"preset": "mini"})
+    needs = needs_of(run.spec, run.layout)
+    if lacks == "memory":
+        there = SimpleNamespace(total=needs.peer_memory - 1)
+        monkeypatch.setattr(psutil, "virtual_memory", lambda: there)
+    if lacks == "disk":
+        monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=0))
+    gpu_bytes = needs.inner_memory if lacks == "GPU memory" else None
+    with pytest.raises(NoRoom) as refused:
+        expect_room(needs, tmp_path, module="stage-2", gpu_bytes=gpu_bytes)
+    assert f"of {lacks}" in str(refused.value)
+    assert "stage-2 of the run" in str(refused.value)
+    assert ("more stages" in str(refused.value)) is (lacks != "disk")
+    assert "--gpus" not in str(refused.value)  # one process trains a stage
 
 
 def test_a_state_on_the_disk_fits_where_one_in_memory_does_not(tmp_path, monkeypatch):

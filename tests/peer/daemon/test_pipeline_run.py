@@ -62,6 +62,11 @@ def wait_for(condition, running=()):
         time.sleep(0.05)
 
 
+def stages_on_disk(folder):
+    """The stages of which a peer keeps a log or progress."""
+    return {path.name.partition(".")[0] for path in folder.iterdir() if "stage" in path.name}
+
+
 def test_three_stages_train_one_model(pipeline):
     organiser, running = pipeline()
     assert [peer.join() for peer in running] == [True, True, True]
@@ -82,6 +87,7 @@ def test_three_stages_train_one_model(pipeline):
         assert not torch.equal(begun.params_N, log.replica.state.params_N)
         losses = [row.loss for row in log.rounds.newest()]
         assert len(losses) == 2 and all(0 < loss < 2 * math.log(256) for loss in losses)
+        assert organiser.status(name).history[-1].chain == log.head().chain.hex()
     # The checkpoints of the stages are one model.
     folder = organiser.folder / "checkpoints"
     wait_for(lambda: all((folder / each / "tiny-00000002.safetensors").exists() for each in logs))
@@ -105,21 +111,24 @@ def test_a_stage_of_two_peers_shares_the_flow_and_the_log(pipeline):
 
 
 @pytest.mark.exhaustive  # joining with a module that is named is tested without processes
-def test_a_peer_that_restarts_serves_its_stage_again(pipeline, start):
+def test_a_peer_that_restarts_serves_its_stage_again(pipeline, start, tmp_path):
     organiser, running = pipeline(rounds=6)
     wait_for(lambda: organiser.status().position >= 1, running)
     module = next(p.module for p in organiser.status().peers if p.name == "peer-1")
     running[1].stop.set()
     running[1].join()
+    former = next(stage for stage in STAGES if stage != module)
+    (tmp_path / "peer-1" / former).mkdir()  # as if it had been killed right after a move
     again = start(organiser.invite, "peer-1", share=1.0)
     assert again.join() is True
+    assert stages_on_disk(tmp_path / "peer-1") == {module}
     assert again.said("resumed at position")
     assert next(p.module for p in organiser.status().peers if p.name == "peer-1") == module
     assert running[0].join() and running[2].join()
     assert {each.position for each in organiser.status().modules} == {6}
 
 
-def test_a_stage_that_its_last_peer_leaves_is_filled_where_it_stood(pipeline):
+def test_a_stage_that_its_last_peer_leaves_is_filled_where_it_stood(pipeline, tmp_path):
     organiser, running = pipeline(peers=4, rounds=6)
     wait_for(lambda: organiser.status().position >= 1, running)
     last = next(p for p in organiser.status().peers if p.module == "stage-3")
@@ -135,6 +144,10 @@ def test_a_stage_that_its_last_peer_leaves_is_filled_where_it_stood(pipeline):
     log = organiser.up.coordinator.logs["stage-3"]
     assert log.head().position == 6 and log.replica.epoch > 0
     assert movers[0].said("recovered from position 0")
+    # Nobody keeps a stage that it no longer serves.
+    kept = [stages_on_disk(tmp_path / f"peer-{i}") for i in range(4)]
+    assert kept[running.index(movers[0])] == {"stage-3"}
+    assert all(len(stages) == 1 for stages in kept)
 
 
 def test_a_peer_that_cannot_serve_where_it_moved_returns(pipeline, monkeypatch):

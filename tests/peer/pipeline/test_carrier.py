@@ -1,8 +1,6 @@
 """Hops of two stages over a network in memory, with a trainer that computes nothing."""
 
 import asyncio
-import random
-from collections import Counter
 from dataclasses import replace
 from itertools import groupby
 
@@ -10,125 +8,16 @@ import pytest
 
 from atoll.dht.refusals import RefusalCode
 from atoll.dht.roster import StagePlace
-from atoll.dht.tasks import KeptTasks
-from atoll.dht.testing.memory import MemoryNetwork
-from atoll.dht.testing.virtualtime import inline, run_virtual
 from atoll.dht.transport import Refused, StreamEnd
-from atoll.peer.pipeline.actions import RunJob, TakeStep
-from atoll.peer.pipeline.carrier import NOTE, PASS, PIECE_BYTES, Carrier, Ended
-from atoll.peer.pipeline.hop import Hop
+from atoll.peer.pipeline.carrier import NOTE, PASS, PIECE_BYTES, Carrier
 from atoll.peer.pipeline.messages import (
     ACCEPTED,
     PIPELINE_PROTOCOL,
-    FrameShape,
     PassHeader,
     Payload,
+    refused,
 )
-from atoll.peer.pipeline.passes import HopRules
-from atoll.peer.pipeline.workbench import Workbench
-from support.pacing import unlimited
-from support.records import record_of
-
-WIDTH, LENGTH = 16, 8
-LIFETIME_S = 20.0
-INCARNATION = "1" * 32
-
-
-def shape_of(width=WIDTH):
-    return FrameShape(
-        max_rows=LENGTH,
-        max_length=LENGTH,
-        width=width,
-        vocab_size=256,
-        forward_codec="int8",
-        backward_codec="int8",
-        forward_bytes=lambda rows, width: rows * width,
-        backward_bytes=lambda rows, width: rows * width,
-    )
-
-
-class Member:
-    """A peer with a hop, and a trainer that answers each job at once with bytes of its own."""
-
-    def __init__(self, network, tasks, name, stage, shape):
-        self.name, self.stage, self.shape = name, stage, shape
-        self.jobs, self.ends, self.steps = Counter(), [], []
-        self.bench = Workbench()
-        rules = HopRules(stages=2, shape=shape, lifetime_s=LIFETIME_S, step_microbatches=2)
-        self.hop = Hop(
-            me=name, incarnation=INCARNATION, stage=stage, rules=rules, rng=random.Random(name)
-        )
-        self.carrier = Carrier(
-            self.hop,
-            network.transport(name),
-            shape,
-            bench=self.bench,
-            tasks=tasks,
-            compute=inline,
-            turn=unlimited().turn,
-            ended=Ended(on_ended=self.ends.append),
-        )
-        self.began = 0
-        self.most = 4
-        """Microbatches to begin."""
-        tasks.keep(self.carrier.keep)
-        tasks.keep(self.train)
-        self.bench.report("resume")
-
-    async def train(self):
-
-        while True:
-            job = self.bench.take(0)
-            if job is None:
-                await asyncio.sleep(0.01)
-            elif isinstance(job, TakeStep):
-                self.steps.append(job.microbatches)
-                self.bench.report("stepped")
-            else:
-                self.do(job)
-
-    def do(self, job: RunJob):
-        self.jobs[job.kind] += 1
-        number = job.key.microbatch.sequence
-        frame = bytes([number]) * (LENGTH * self.shape.width)
-        if job.kind == "begin":
-            self.began += 1
-            tokens = bytes(4 * (LENGTH + 1))
-            output = Payload.of(tokens, frame)
-            self.bench.report("began", job.key, sequences=1, rows=LENGTH, output=output)
-            if self.began == self.most:
-                self.bench.report("drain")
-        elif job.kind == "loss":
-            assert job.frame == frame  # whole, and of this microbatch
-            self.bench.report(
-                "gradient_ready", job.key, Payload.of(b"", frame[::-1]), loss=float(number)
-            )
-            self.bench.report("finished", job.key)
-        elif job.kind == "backward":
-            assert job.gradient == frame[::-1] and job.loss == number
-            self.bench.report("finished", job.key)
-
-
-def record(member, name=None):
-    return record_of(name or member.name, incarnation=INCARNATION, module="stage-2")
-
-
-def with_members(use, *names, width=WIDTH):
-    async def main():
-        network = MemoryNetwork()
-        async with KeptTasks(lambda text: None) as tasks:
-            first = Member(network, tasks, "first", 0, shape_of(width))
-            others = [Member(network, tasks, name, 1, shape_of(width)) for name in names]
-            await use(network, first, *others)
-
-    run_virtual(main())
-
-
-async def until(condition, limit_s=60):
-
-    async with asyncio.timeout(limit_s):
-        while not condition():
-            await asyncio.sleep(0.05)
+from support.carried import INCARNATION, LENGTH, LIFETIME_S, WIDTH, record, until, with_members
 
 
 def test_microbatches_go_there_and_back():
@@ -246,6 +135,71 @@ def test_a_length_beyond_the_runs_is_refused_unread():
             answer = await stream.recv(timeout_s=5)
         assert b"refused" in answer and b"shape" in answer
         assert last.hop.statistics().held_bytes == 0
+
+    with_members(use, "last")
+
+
+def test_another_shape_is_told_once_with_both_sides(monkeypatch):
+    async def use(network, first, last):
+        stranger = network.transport("a-stranger")
+        announced, _ = header(width=WIDTH + 1)
+        for _ in range(2):
+            async with await stranger.open("last", PASS, timeout_s=1) as stream:
+                await stream.send(announced.encode(), timeout_s=1)
+                assert b"shape" in await stream.recv(timeout_s=5)
+        expected = "expected a width of 16, got 17"
+        assert last.said == [f"warning: ranger announces another shape: {expected}"]
+
+    with_members(use, "last")
+
+
+def test_ids_out_of_the_vocabulary_are_told_with_their_sender():
+    async def use(network, first, last):
+        stranger = network.transport("a-stranger")
+        payload = Payload.of(b"\xff" * 4 * (LENGTH + 1), bytes(LENGTH * WIDTH))
+        announced, _ = header(digest=payload.digest, origin="a-stranger")
+        async with await stranger.open("last", PASS, timeout_s=1) as stream:
+            await stream.send(announced.encode(), timeout_s=1)
+            assert b"accepted" in await stream.recv(timeout_s=5)
+            with pytest.raises(Refused):
+                await stream.send(payload.tokens + payload.frame, timeout_s=1)
+                await stream.recv(timeout_s=30)
+        (told,) = last.said
+        assert "ranger sends what cannot be used: expected ids from 0 to 255, got -1" in told
+        assert "(a microbatch of ranger)" in told
+
+    with_members(use, "last")
+
+
+def test_a_peer_that_is_refused_is_told_why():
+    async def use(network, first, last):
+        last.hop._flow.intake.answer = lambda *given: refused("shape")
+        first.carrier.look([record(last)])
+        await until(lambda: first.said)
+        assert first.said == ["warning: last refuses what this peer sends, as of another shape"]
+
+    with_members(use, "last")
+
+
+@pytest.mark.parametrize("kind", ["loss", "backward"])
+def test_numbers_that_are_not_finite_are_told_with_sender_and_origin(kind):
+    async def use(network, first, last):
+        does = {"loss": last, "backward": first}[kind]
+        honest = does.do
+
+        def refuses(job):
+            if job.kind == kind:
+                does.bench.report("job_refused", job.key, sender=job.sender, text="got a scale NaN")
+            else:
+                honest(job)
+
+        does.do = refuses
+        first.carrier.look([record(last)])
+        await until(lambda: len(first.ends) == 4)
+        sender = {"loss": "first", "backward": "last"}[kind]
+        text = f"{sender} sends what cannot be used: got a scale NaN (a microbatch of first)"
+        assert does.said == [f"warning: {text}"]  # once
+        assert does.hop.statistics().omitted == {"failed": 4}
 
     with_members(use, "last")
 

@@ -56,3 +56,13 @@ def test_a_codec_that_does_not_fit_the_width_is_refused_at_the_start(name):
 def test_more_stages_than_slices_are_refused():
     with pytest.raises(ModelError, match="change stages"):
         first_state(staged(5), Allowed(), module="stage-1")  # nano has four slices
+
+
+def test_a_method_with_more_fragments_than_a_stage_has_slices_is_refused():
+    outer = {"method": "streaming(count=2)", "inner_steps": 20}
+    spec = RunSpec.from_dict({"topology": {"stages": 3}, "outer": outer})
+    told = r"streaming\(count=2\) divides.* stage-2 of 3 has 1; set count to at most the slices"
+    with pytest.raises(ModelError, match=told):
+        first_state(spec, Allowed(), module="stage-1")
+    fewer = RunSpec.from_dict({"topology": {"stages": 2}, "outer": outer})
+    assert len(slices_of(fewer, VOCAB, Allowed())) == 4

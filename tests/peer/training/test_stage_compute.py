@@ -101,6 +101,26 @@ def test_gradients_are_those_of_the_whole_model(model, count, halves):
     expect_gradients(gradients(pipeline), whole)
 
 
+@pytest.mark.parametrize("count", [2, 3])
+def test_the_gradient_of_an_input_has_the_bits_of_autograd(count, halves):
+    """That of the split backward pass, which the stage before waits for."""
+    found, (tokens_BT, targets_BT) = decoder(), batch()
+    compute = computes(found, count)[1]
+    x_BTD = torch.linspace(-1, 1, tokens_BT.numel() * 32).view(*tokens_BT.shape, 32)
+    plain = found.build(found.cut(count)[1], seed=3).train()
+    leaf_BTD = x_BTD.clone().requires_grad_()
+    gradient_BTD = x_BTD.flip(1)
+    if compute.model.is_last:
+        half = compute.loss_and_gradient(x_BTD, targets_BT)
+        plain(leaf_BTD, targets_BT).backward()
+    else:
+        half = compute.backward(x_BTD, gradient_BTD)
+        plain(leaf_BTD, None).backward(gradient_BTD)
+    assert torch.equal(half.input_gradient_BTD, leaf_BTD.grad)
+    expected = [param.grad for param in plain.parameters()]
+    assert all(map(torch.equal, half.weights().values, expected))
+
+
 def test_microbatches_count_by_their_tokens(halves):
     parts = [batch(1, sequences=3), batch(2, sequences=1), batch(3, sequences=2, length=8)]
     found = decoder()

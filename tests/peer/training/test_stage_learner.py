@@ -16,7 +16,7 @@ from atoll.peer.errors import DataError
 from atoll.peer.pipeline.actions import RunJob
 from atoll.peer.pipeline.carrier import Carrier
 from atoll.peer.pipeline.hop import Hop
-from atoll.peer.pipeline.messages import Microbatch, PassKey
+from atoll.peer.pipeline.messages import Microbatch, PassKey, encode_tokens
 from atoll.peer.pipeline.workbench import Workbench
 from atoll.peer.training import models
 from atoll.peer.training.beside import ParameterTurns
@@ -30,6 +30,7 @@ from support.records import record_of
 from support.small_stages import VOCAB, batches, spec_of
 
 STEPS = 12
+MANY = 50  # after which rounding would show that something else differs
 
 
 def in_one_piece(spec, steps):
@@ -157,11 +158,19 @@ def trained(spec, steps=STEPS, before=None, after_step=None):
     return asyncio.run(main())
 
 
-@pytest.mark.parametrize("stages", [2, 5, pytest.param(3, marks=pytest.mark.exhaustive)])
-def test_one_peer_a_stage_trains_as_the_model_in_one_piece(stages):
+@pytest.mark.parametrize(
+    ("stages", "steps"),
+    [
+        (2, STEPS),
+        (5, STEPS),
+        pytest.param(3, STEPS, marks=pytest.mark.exhaustive),
+        pytest.param(3, MANY, marks=pytest.mark.exhaustive),
+    ],
+)
+def test_one_peer_a_stage_trains_as_the_model_in_one_piece(stages, steps):
     spec = spec_of(stages)
-    expected, whole = in_one_piece(spec, STEPS)
-    trainers, hops = trained(spec)
+    expected, whole = in_one_piece(spec, steps)
+    trainers, hops = trained(spec, steps)
     for trainer in trainers:  # every stage knows the loss
         assert trainer.losses == pytest.approx(expected, rel=1e-6)
     for trainer in trainers:
@@ -200,6 +209,34 @@ def test_a_computation_that_fails_gives_its_microbatch_up_alone(monkeypatch):
     trainers, hops = trained(spec, steps=4)
     assert all(len(trainer.losses) == 4 for trainer in trainers)
     assert hops[-1].statistics().omitted == {"failed": 1}
+
+
+@pytest.mark.parametrize("codec", ["fp32", "int8"])
+@pytest.mark.parametrize("kind", ["forward", "backward"])
+def test_numbers_that_are_not_finite_are_blamed_on_their_sender(kind, codec):
+    spec, reports = spec_of(activations=codec, gradients=codec), []
+    bench = Workbench()
+    bench.report_to(lambda *report: reports.append(report))
+    trainer = Trainer(spec, "stage-2", bench, 1)
+    tokens = next(batches(spec))
+    rows, width = tokens[:, 1:].numel(), trainer.learner.model.shape.width
+    forward = codecs_of(spec).forward
+    good = forward.encode(torch.ones(rows, width)).numpy().tobytes()
+    key = PassKey(Microbatch("origin", "1" * 32, 0, b"n" * 8), "forward")
+    job = RunJob(
+        kind=kind,
+        key=key,
+        sequences=len(tokens),
+        rows=rows,
+        tokens=encode_tokens(tokens.numpy()),
+        frame=b"\xff" * len(good) if kind == "forward" else good,
+        gradient=b"\xff" * len(good) if kind == "backward" else b"",
+        sender="neighbour",
+    )
+    trainer.learner._do(job)
+    ((result, values, named),) = reports
+    assert (result, values, named["sender"]) == ("job_refused", (key,), "neighbour")
+    assert "got nan" in named["text"]
 
 
 def test_held_out_text_goes_through_all_stages_while_they_train():

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from atoll.coordinator.catching_up import LAG_S, CatchUp, Lag, Taken
+from atoll.coordinator.catching_up import AT_ONCE, LAG_S, CatchUp, Lag, Taken
 from atoll.coordinator.rpc.client_errors import NotThere
 from atoll.coordinator.run.keys import RunKeys
 from atoll.coordinator.run.status import Gap
@@ -78,6 +78,7 @@ def test_donors_that_lie_are_reported_and_it_looks_again(long_log: Log) -> None:
             lambda replica, on_taken: tries.pop(0)(replica, on_taken),
             on_taken=taken.extend,
             report=lambda level, text: told.append((level, text)),
+            turns=asyncio.Semaphore(AT_ONCE),
         )
         catching_up.look(9, 0.0)
         for looks in (1, 2, 3):
@@ -121,6 +122,7 @@ def test_entries_that_came_before_a_recovery_failed_are_noted(long_log: Log) -> 
             fails,
             on_taken=taken.extend,
             report=lambda level, text: told.append(text),
+            turns=asyncio.Semaphore(AT_ONCE),
         )
         catching_up.look(9, 0.0)
         catching_up.look(9, LAG_S)

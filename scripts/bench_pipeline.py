@@ -11,6 +11,7 @@
     drained   the same at 25 Mbit/s and 50 ms, with steps that wait for all that is under way
     unequal   2 stages, 6 peers; those of the last stage are slow as 1:2:4
     churn     3 stages, 6 peers; one is killed each minute and started again
+    vacant    3 stages, 6 peers; both peers of a stage are killed, of each in turn
 
 A coordinator with a public address and the peers are processes on hosts of `WanLab`, with a model
 whose slices mostly wait (`pipeline_lab.py`). Exits with 1 if a target is missed, and with 2 if
@@ -23,17 +24,15 @@ import random
 import signal
 import statistics
 import sys
-import tempfile
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from bench_allreduce import lab_is_possible
-from bench_nat import progress, wait_until
+from bench_nat import progress
 from circumstances import circumstances, commit, today
 from pipeline_lab import (
     ROWS,
@@ -42,12 +41,15 @@ from pipeline_lab import (
     Pipeline,
     busy_cores,
     counts,
+    link_of,
     peer_bound,
+    running,
     stage_rate,
 )
+from pipeline_vacant import vacant, vacant_table
 
 from atoll.coordinator.run.phases import AT_REST
-from atoll.dht.testing.wan import WanLab, WanLink
+from atoll.dht.testing.wan import WanLink
 
 ROOT = Path(__file__).resolve().parent.parent
 SAVED = ROOT / "docs" / "benchmarks" / "pipeline.json"
@@ -57,9 +59,6 @@ MARKS = ("<!-- rows of pipeline.json -->", "<!-- end of rows -->")
 RATIO, UNEQUAL, LIVING = 0.85, 0.9, 0.9
 SETTLE_S, MEASURE_S = 8.0, 20.0
 RELINK_S = 16.0  # until the peers have found that their links became faster
-CONGESTION = "cubic"  # Linux's default; this machine's may be another
-MTU = 1500  # of the internet: the queue of a link of 10 Mbit/s holds 28 packets of 9,000 bytes
-FIRST_S = 120.0  # until all peers have counted something
 RARE = 100_000  # steps of a window: no round while throughput is measured
 # From slow to fast, as peers are given up by how long returns usually take.
 LINKS = [(mbit, rtt) for mbit in (10.0, 25.0, 100.0) for rtt in (50.0, 5.0)]
@@ -149,29 +148,6 @@ class Churn:
         ]
 
 
-def lab_of(links: Sequence[WanLink]) -> WanLab:
-    """Return hosts with the packets and the congestion control of most machines."""
-    return WanLab(links, mtu=MTU, congestion=CONGESTION)
-
-
-@contextmanager
-def running(pipeline: Pipeline, link: WanLink, *, in_turn: bool = False) -> Iterator[Flowing]:
-    """Run a pipeline in a lab, from when each of its peers has counted a step."""
-    links = [WanLink(delay_ms=link.delay_ms)] + [replace(link) for _ in range(pipeline.peers)]
-    with tempfile.TemporaryDirectory() as folder, lab_of(links) as lab:
-        with Flowing(lab, Path(folder), pipeline) as case:
-            case.begin(in_turn=in_turn)
-            wait_until(lambda: all_flow(case), FIRST_S, case.words)
-            yield case
-
-
-def all_flow(case: Flowing) -> bool:
-    """Return whether all peers have counted at least a step."""
-    flows = [peer["flow"] for peer in case.newest()]
-    least = case.pipeline.microbatches
-    return len(flows) == case.pipeline.peers and all(f and f["counted"] >= least for f in flows)
-
-
 def measure(case: Flowing, name: str, link: WanLink, seconds: float) -> Row:
     """Measure a pipeline that runs, over the given time."""
     before, sent, dropped = time.time(), list(case.lab.sent), case.lab.dropped
@@ -259,11 +235,6 @@ def over_links(seconds: float) -> Iterator[Row]:
             case.lab.links[:] = [WanLink(delay_ms=link.delay_ms)] + [link] * EQUAL.peers
             time.sleep(RELINK_S)
             yield measure(case, f"{mbit:g} Mbit/s, {rtt_ms:g} ms", link, seconds)
-
-
-def link_of(mbit: float, rtt_ms: float) -> WanLink:
-    """Return the link of hosts between which a round trip takes so long."""
-    return WanLink(up=mbit, down=mbit, delay_ms=rtt_ms / 2)
 
 
 def drained(seconds: float) -> Iterator[Row]:
@@ -428,6 +399,7 @@ def tables(found: dict[str, Any]) -> str:
     """Return all that was measured as Markdown."""
     parts = [table(found["rows"])] if found["rows"] else []
     parts += [churn_table(found["churn"])] if found["churn"] else []
+    parts += [vacant_table(found["vacant"])] if found["vacant"] else []
     return "\n\n".join(parts)
 
 
@@ -438,6 +410,7 @@ def merged(known: dict[str, Any], found: dict[str, Any]) -> dict[str, Any]:
         "machine": found["machine"],
         "rows": list(by_case.values()),
         "churn": found["churn"] or known.get("churn"),
+        "vacant": found["vacant"] or known.get("vacant", []),
     }
 
 
@@ -459,7 +432,7 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    add, names = parser.add_argument, [*CASES, "churn"]
+    add, names = parser.add_argument, [*CASES, "churn", "vacant"]
     add("--only", default="", help=f"comma-separated (default all), of: {', '.join(names)}")
     add("--minutes", type=float, default=4.0, metavar="MIN", help="of churn (default: 4)")
     add(
@@ -485,7 +458,7 @@ def main() -> int:
     if why := lab_is_possible():
         print(f"bench pipeline: {why}", file=sys.stderr)
         return 2
-    found: dict[str, Any] = {**circumstances(), "rows": [], "churn": None}
+    found: dict[str, Any] = {**circumstances(), "rows": [], "churn": None, "vacant": []}
     missed: list[str] = []
     origin = {"date": today(), "commit": commit()}
     for name in options.only:
@@ -499,6 +472,9 @@ def main() -> int:
             progress(json.dumps(asdict(killed)))
             found["churn"] = asdict(killed) | origin
             missed += killed.missed
+        for one in vacant() if name == "vacant" else ():
+            progress(json.dumps(asdict(one)))
+            found["vacant"].append(asdict(one) | origin)
         if options.save:  # what is finished stays, whatever comes next
             save(found)
     print(tables(found))

@@ -8,10 +8,11 @@ as it computes the forward pass again, and the last stage three times.
 
 import json
 import subprocess
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, field
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,9 @@ ROWS = BATCH * SEQ_LEN
 """Tokens of a microbatch."""
 CODEC = "int8"
 START_S = 120.0
+FIRST_S = 120.0  # until all peers have counted something
+CONGESTION = "cubic"  # Linux's default; this machine's may be another
+MTU = 1500  # of the internet: the queue of a link of 10 Mbit/s holds 28 packets of 9,000 bytes
 PACE = "BENCH_PACE"
 ONE_THREAD = "OMP_NUM_THREADS=1"  # six peers share the cores, where threads that wait would spin
 Flow = dict[str, Any]
@@ -330,3 +334,31 @@ def _busy_s() -> float:
     words = Path("/proc/stat").read_text().splitlines()[0].split()[1:]
     user, nice, system, _idle, _iowait, irq, softirq = map(int, words[:7])
     return (user + nice + system + irq + softirq) / 100
+
+
+def link_of(mbit: float, rtt_ms: float) -> WanLink:
+    """Return the link of hosts between which a round trip takes so long."""
+    return WanLink(up=mbit, down=mbit, delay_ms=rtt_ms / 2)
+
+
+def lab_of(links: Sequence[WanLink]) -> WanLab:
+    """Return hosts with the packets and the congestion control of most machines."""
+    return WanLab(links, mtu=MTU, congestion=CONGESTION)
+
+
+@contextmanager
+def running(pipeline: Pipeline, link: WanLink, *, in_turn: bool = False) -> Iterator[Flowing]:
+    """Run a pipeline in a lab, from when each of its peers has counted a step."""
+    links = [WanLink(delay_ms=link.delay_ms)] + [replace(link) for _ in range(pipeline.peers)]
+    with tempfile.TemporaryDirectory() as folder, lab_of(links) as lab:
+        with Flowing(lab, Path(folder), pipeline) as case:
+            case.begin(in_turn=in_turn)
+            wait_until(lambda: all_flow(case), FIRST_S, case.words)
+            yield case
+
+
+def all_flow(case: Flowing) -> bool:
+    """Return whether all peers have counted at least a step."""
+    flows = [peer["flow"] for peer in case.newest()]
+    least = case.pipeline.microbatches
+    return len(flows) == case.pipeline.peers and all(f and f["counted"] >= least for f in flows)

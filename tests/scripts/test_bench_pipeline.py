@@ -2,6 +2,7 @@
 
 import bench_pipeline
 import pipeline_lab
+import pipeline_vacant
 import pytest
 
 from atoll.dht.testing.wan import WanLink
@@ -101,6 +102,25 @@ def test_half_a_stage_could_do_half_while_its_other_peer_is_dead():
     assert found.counted == 240 and found.tokens_per_s == pytest.approx(2 * bench_pipeline.ROWS)
 
 
+def test_a_vacancy_ends_with_a_microbatch_of_the_peer_that_moved():
+    before = [peer("peer-2", "stage-2", 9, 99.0, position=3)]
+    stale = [peer("peer-2", "stage-2", 9, 103.0, position=4)]  # heard late, of the dead
+    here = [peer("peer-1", "stage-2", 0, 125.0, position=3)]
+    counting = [peer("peer-1", "stage-2", 2, 128.0, position=3)]
+    beyond = [peer("peer-1", "stage-2", 9, 140.0, position=4)]
+    looks = [{"peers": peers} for peers in (before, stale, here, counting, beyond)]
+    words = "moves from stage-1 to stage-2, which needs it more"
+    mover = [
+        {"kind": "ready", "time": 10.0, "text": "trains"},
+        {"kind": "event", "time": 117.0, "text": words},
+        {"kind": "ready", "time": 126.0, "text": "trains"},
+    ]
+    found = pipeline_vacant.vacancy(looks, [[], mover], 1, {"peer-2"}, 100.0, 3)
+    assert (found.named_s, found.ready_s) == (17.0, 26.0)
+    assert (found.counted_s, found.round_s, found.joined_again) == (28.0, 40.0, 1)
+    assert not pipeline_vacant.has_moved_on(looks[:4], "stage-2", {"peer-2"}, 3)
+
+
 def test_targets_that_are_missed_are_named():
     assert row().missed == row("drained", ratio=0.5).missed == []
     assert "0.84" in row(ratio=0.84).missed[0] and row("unequal", ratio=0.89).missed
@@ -113,7 +133,7 @@ def test_what_was_saved_stays_beside_what_is_new(tmp_path):
     page.write_text("Before.\n{}\nold\n{}\nAfter.\n".format(*bench_pipeline.MARKS))
     origin = {"date": "2026-01-01", "commit": "abc"}
     for case in ("10 Mbit/s, 5 ms", "unequal"):
-        found = {"machine": "One", "churn": None}
+        found = {"machine": "One", "churn": None, "vacant": []}
         found["rows"] = [bench_pipeline.asdict(row(case)) | origin]
         bench_pipeline.save(found, saved, page)
     text = page.read_text()

@@ -124,8 +124,9 @@ class Churn:
     living_tokens_per_s: float
     """bound of the slowest stage by the peers that trained at each moment, as a mean"""
     undisturbed: float
-    """fraction of the bound before the first kill"""
+    """fraction of that bound before the first kill"""
     fraction: float
+    """of that bound, over the whole time; divided by `undisturbed`, it says what kills cost"""
     in_rounds: float
     """fraction of the time that peers were in a round, or waited for one"""
     rounds: list[int]
@@ -382,12 +383,13 @@ def churn_table(found: dict[str, Any]) -> str:
     omitted = ", ".join(f"{reason} {n}" for reason, n in found["omitted"].items()) or "0"
     return (
         "| churn | kills | tokens/s | the living could | of it | before the first kill "
-        "| in rounds | rounds | chains | counted | omitted | resent | twice | cores "
+        "| of that | in rounds | rounds | chains | counted | omitted | resent | twice | cores "
         "| date, commit |\n"
-        f"{'|---' * 15}|\n"
+        f"{'|---' * 16}|\n"
         f"| {found['minutes']:.1f} min | {found['kills']} | {found['tokens_per_s']:,.0f} "
         f"| {found['living_tokens_per_s']:,.0f} | {found['fraction']:.2f} "
-        f"| {found['undisturbed']:.2f} | {found['in_rounds']:.0%} "
+        f"| {found['undisturbed']:.2f} | {found['fraction'] / found['undisturbed']:.2f} "
+        f"| {found['in_rounds']:.0%} "
         f"| {', '.join(map(str, found['rounds']))} "
         f"| {found['chains']} | {found['counted']} | {omitted} | {found['resends']} "
         f"| {found['double_counts']} | {found['busy_cores']:.1f} "

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from bench_nat import ATOLL, CUSTOM, Case, events, wait_until
+from bench_nat import ATOLL, CUSTOM, Case, events, kill, wait_until
 
 from atoll.compression.activations import parse_activations
 from atoll.coordinator.run.spec import RunSpec
@@ -264,10 +264,8 @@ class Flowing(Case):
             )
 
     def kill(self, host: int) -> None:
-        """Kill the peer of a host at once; its p2pd goes with it."""
-        child = self.children[f"peer-{host}"]
-        child.kill()
-        child.wait()
+        """Kill the peer of a host at once, with all its processes: nothing says goodbye."""
+        kill(self.children[f"peer-{host}"])
 
     def looks(self) -> Iterator[dict[str, Any]]:
         """Return all looks so far."""

@@ -12,6 +12,8 @@
     unequal   2 stages, 6 peers; those of the last stage are slow as 1:2:4
     churn     3 stages, 6 peers; one is killed each minute and started again
     vacant    3 stages, 6 peers; both peers of a stage are killed, of each in turn
+    calm      3 stages, 6 peers train a small model on real text: held-out loss by tokens
+    struck    the same with a kill every 40 s; the loss against that of `calm` at equal tokens
 
 A coordinator with a public address and the peers are processes on hosts of `WanLab`, with a model
 whose slices mostly wait (`pipeline_lab.py`). Exits with 1 if a target is missed, and with 2 if
@@ -25,7 +27,7 @@ import signal
 import statistics
 import sys
 import time
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -42,10 +44,16 @@ from pipeline_lab import (
     busy_cores,
     counts,
     link_of,
+    most_chains,
+    omissions,
     peer_bound,
+    rounds,
     running,
+    spans,
     stage_rate,
+    total,
 )
+from pipeline_learning import compared, learned, learned_table
 from pipeline_vacant import vacant, vacant_table
 
 from atoll.coordinator.run.phases import AT_REST
@@ -56,7 +64,7 @@ SAVED = ROOT / "docs" / "benchmarks" / "pipeline.json"
 PAGE = ROOT / "docs" / "benchmarks" / "pipeline.md"
 MARKS = ("<!-- rows of pipeline.json -->", "<!-- end of rows -->")
 # docs/benchmarks/pipeline.md states what each of these is about.
-RATIO, UNEQUAL, LIVING = 0.85, 0.9, 0.9
+RATIO, UNEQUAL, LIVING, LOSS = 0.85, 0.9, 0.9, 0.02
 SETTLE_S, MEASURE_S = 8.0, 20.0
 RELINK_S = 16.0  # until the peers have found that their links became faster
 RARE = 100_000  # steps of a window: no round while throughput is measured
@@ -196,27 +204,6 @@ def measure(case: Flowing, name: str, link: WanLink, seconds: float) -> Row:
     )
 
 
-def spans(one: Counts, from_s: float, until_s: float) -> bool:
-    """Return whether a process reported more than once in a window."""
-    return sum(from_s <= at_s <= until_s for at_s, _ in one.points) > 1
-
-
-def total(found: Sequence[Counts], name: str, from_s: float, until_s: float) -> int:
-    """Return how much a count grew in a window, over some processes."""
-    ends = [each.between(from_s, until_s) for each in found]
-    return sum(int(last[name] - first[name]) for first, last, _ in ends)
-
-
-def omissions(found: Sequence[Counts], from_s: float, until_s: float) -> dict[str, int]:
-    """Return how many passes were given up in a window, by reason."""
-    grown: Counter[str] = Counter()
-    for each in found:
-        first, last, _ = each.between(from_s, until_s)
-        grown.update(last["omitted"])
-        grown.subtract(first["omitted"])
-    return {reason: number for reason, number in grown.items() if number}
-
-
 def waits(stage: Sequence[Counts], from_s: float, until_s: float) -> dict[str, float]:
     """Return the fraction of a window that trainers waited, by reason, as a mean over peers."""
     grown: defaultdict[str, float] = defaultdict(float)
@@ -317,11 +304,6 @@ def churn_of(
     counted = sum(total([each], "counted", from_s, until_s) for each in found if each.stage == 0)
     first_s = min((at_s for _, at_s in kills), default=until_s)
     calm = [each for each in found if spans(each, from_s, first_s) and each.stage == 0]
-    chains: dict[tuple[str, int], set[str]] = {}
-    for look in looks:
-        for peer in look["peers"]:
-            chains.setdefault((peer["module"], peer["position"]), set()).add(peer["chain"])
-    modules = sorted({module for module, _ in chains if module})
     rate = counted / (until_s - from_s)
     return Churn(
         minutes=(until_s - from_s) / 60,
@@ -337,8 +319,8 @@ def churn_of(
             for peer in look["peers"]
             if peer["flow"] is not None
         ),
-        rounds=[max(n for module, n in chains if module == each) for each in modules],
-        chains=max(len(each) for (_, position), each in chains.items() if position),
+        rounds=rounds(looks),
+        chains=most_chains(looks),
         omitted=omissions(found, from_s, until_s),
         resends=total(found, "resends", from_s, until_s),
         double_counts=total(found, "double_counts", from_s, until_s),
@@ -402,6 +384,7 @@ def tables(found: dict[str, Any]) -> str:
     parts = [table(found["rows"])] if found["rows"] else []
     parts += [churn_table(found["churn"])] if found["churn"] else []
     parts += [vacant_table(found["vacant"])] if found["vacant"] else []
+    parts += [learned_table(found["learned"])] if len(found["learned"]) == len(LEARNING) else []
     return "\n\n".join(parts)
 
 
@@ -413,12 +396,28 @@ def merged(known: dict[str, Any], found: dict[str, Any]) -> dict[str, Any]:
         "rows": list(by_case.values()),
         "churn": found["churn"] or known.get("churn"),
         "vacant": found["vacant"] or known.get("vacant", []),
+        "learned": known.get("learned", {}) | found["learned"],
     }
+
+
+def known(saved: Path = SAVED) -> dict[str, Any]:
+    """Return what was saved before."""
+    found: dict[str, Any] = json.loads(saved.read_text()) if saved.exists() else {}
+    return found
+
+
+def missed_loss(found: dict[str, Any]) -> list[str]:
+    """Return the target that a run with kills misses, once there is one without."""
+    if len(found) < len(LEARNING):
+        return []
+    tokens, calm, struck = compared(found["calm"], found["struck"])
+    cost = struck / calm - 1
+    return [f"struck: {cost:+.1%} of the loss at {tokens:,.0f} tokens"] * (cost > LOSS)
 
 
 def save(found: dict[str, Any], saved: Path = SAVED, page: Path = PAGE) -> None:
     """Add to what was saved, and write the tables between the marks of the page."""
-    everything = merged(json.loads(saved.read_text()) if saved.exists() else {}, found)
+    everything = merged(known(saved), found)
     saved.write_text(json.dumps(everything, indent=1) + "\n")
     before, rest = page.read_text().split(MARKS[0])
     _, after = rest.split(MARKS[1])
@@ -427,6 +426,7 @@ def save(found: dict[str, Any], saved: Path = SAVED, page: Path = PAGE) -> None:
 
 
 CASES = {"links": over_links, "drained": drained, "unequal": unequal}
+LEARNING = ("calm", "struck")
 
 
 def arguments() -> argparse.Namespace:
@@ -434,9 +434,15 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    add, names = parser.add_argument, [*CASES, "churn", "vacant"]
+    add, names = parser.add_argument, [*CASES, "churn", "vacant", *LEARNING]
     add("--only", default="", help=f"comma-separated (default all), of: {', '.join(names)}")
-    add("--minutes", type=float, default=4.0, metavar="MIN", help="of churn (default: 4)")
+    add(
+        "--minutes",
+        type=float,
+        default=4.0,
+        metavar="MIN",
+        help="of churn, calm and struck (default: 4)",
+    )
     add(
         "--seconds",
         type=float,
@@ -460,7 +466,13 @@ def main() -> int:
     if why := lab_is_possible():
         print(f"bench pipeline: {why}", file=sys.stderr)
         return 2
-    found: dict[str, Any] = {**circumstances(), "rows": [], "churn": None, "vacant": []}
+    found: dict[str, Any] = {
+        **circumstances(),
+        "rows": [],
+        "churn": None,
+        "vacant": [],
+        "learned": {},
+    }
     missed: list[str] = []
     origin = {"date": today(), "commit": commit()}
     for name in options.only:
@@ -477,6 +489,11 @@ def main() -> int:
         for one in vacant() if name == "vacant" else ():
             progress(json.dumps(asdict(one)))
             found["vacant"].append(asdict(one) | origin)
+        if name in LEARNING:
+            learns = learned(options.minutes, is_struck=name == "struck")
+            progress(json.dumps(asdict(learns)))
+            found["learned"][name] = asdict(learns) | origin
+            missed += missed_loss(merged(known(), found)["learned"])
         if options.save:  # what is finished stays, whatever comes next
             save(found)
     print(tables(found))

@@ -10,6 +10,7 @@ import json
 import subprocess
 import tempfile
 import time
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
@@ -254,10 +255,15 @@ class Flowing(Case):
         """Start the peer of a host, for the first time or again."""
         factor = self.pipeline.factors[host - 1]
         pace = ",".join(str(each * factor) for each in self.pipeline.forward_s)
+        own = ["--data", "text.txt", "--allow-model", CUSTOM]
+        self.run_peer(host, own, state_dir=f"peer-{host}", pace=pace)
+
+    def run_peer(self, host: int, own: Sequence[str], *, state_dir: str, pace: str = "") -> None:
+        """Run a peer on a host, with options of the run's own."""
         name = f"peer-{host}"
         words = ["env", f"{PACE}={pace}", ONE_THREAD, *ATOLL, "peer", str(self.invite)]
-        words += ["--yes", "--json", "--data", "text.txt", "--device", "cpu"]
-        words += ["--allow-model", CUSTOM, "--name", name, "--state-dir", name]
+        words += ["--yes", "--json", "--device", "cpu", "--name", name, "--state-dir", state_dir]
+        words += own
         with (self.folder / f"{name}.log").open("a") as log:
             self.children[name] = self.lab.popen(
                 host, words, cwd=self.folder, stdin=subprocess.DEVNULL, stdout=log, stderr=log
@@ -321,6 +327,45 @@ def counts(looks: Sequence[dict[str, Any]]) -> list[Counts]:
     return list(found.values())
 
 
+def spans(one: Counts, from_s: float, until_s: float) -> bool:
+    """Return whether a process reported more than once in a window."""
+    return sum(from_s <= at_s <= until_s for at_s, _ in one.points) > 1
+
+
+def total(found: Sequence[Counts], name: str, from_s: float, until_s: float) -> int:
+    """Return how much a count grew in a window, over some processes."""
+    ends = [each.between(from_s, until_s) for each in found]
+    return sum(int(last[name] - first[name]) for first, last, _ in ends)
+
+
+def omissions(found: Sequence[Counts], from_s: float, until_s: float) -> dict[str, int]:
+    """Return how many passes were given up in a window, by reason."""
+    grown: Counter[str] = Counter()
+    for each in found:
+        first, last, _ = each.between(from_s, until_s)
+        grown.update(last["omitted"])
+        grown.subtract(first["omitted"])
+    return {reason: number for reason, number in grown.items() if number}
+
+
+def rounds(looks: Sequence[dict[str, Any]]) -> list[int]:
+    """Return how many rounds each stage held, as its peers reported."""
+    found: dict[str, int] = {}
+    for look in looks:
+        for peer in filter(lambda each: each["module"], look["peers"]):
+            found[peer["module"]] = max(found.get(peer["module"], 0), peer["position"])
+    return [found[module] for module in sorted(found)]
+
+
+def most_chains(looks: Sequence[dict[str, Any]]) -> int:
+    """Return the most different chains that peers reported at one position of a stage."""
+    chains: defaultdict[tuple[str, int], set[str]] = defaultdict(set)
+    for look in looks:
+        for peer in look["peers"]:
+            chains[peer["module"], peer["position"]].add(peer["chain"])
+    return max(len(each) for (_, position), each in chains.items() if position)
+
+
 def busy_cores(seconds: Callable[[], None]) -> float:
     """Return how many of this machine's cores were busy while something took its time."""
     before, began_s = _busy_s(), time.monotonic()
@@ -345,11 +390,13 @@ def lab_of(links: Sequence[WanLink]) -> WanLab:
 
 
 @contextmanager
-def running(pipeline: Pipeline, link: WanLink, *, in_turn: bool = False) -> Iterator[Flowing]:
+def running(
+    pipeline: Pipeline, link: WanLink, *, kind: type[Flowing] = Flowing, in_turn: bool = False
+) -> Iterator[Flowing]:
     """Run a pipeline in a lab, from when each of its peers has counted a step."""
     links = [WanLink(delay_ms=link.delay_ms)] + [replace(link) for _ in range(pipeline.peers)]
     with tempfile.TemporaryDirectory() as folder, lab_of(links) as lab:
-        with Flowing(lab, Path(folder), pipeline) as case:
+        with kind(lab, Path(folder), pipeline) as case:
             case.begin(in_turn=in_turn)
             wait_until(lambda: all_flow(case), FIRST_S, case.words)
             yield case

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from bench_nat import events, wait_until
-from pipeline_lab import Flowing, Pipeline, link_of, running
+from pipeline_lab import Flowing, Pipeline, link_of, rounds, running
 
 WAIT_S = 150.0
 ROUNDS_FIRST = 1  # of each stage, before any peer dies
@@ -50,8 +50,8 @@ def vacated(case: Flowing, stage: int) -> Vacant:
     """Kill the peers of a stage, and watch until it has held a round again."""
     module = f"stage-{stage + 1}"
     hosts = range(stage + 1, case.pipeline.peers + 1, case.pipeline.stages)
-    wait_until(lambda: min(positions(case.newest()).values()) >= ROUNDS_FIRST, WAIT_S, case.words)
-    at_s, before = time.time(), positions(case.newest())[module]
+    wait_until(lambda: min(rounds(list(case.looks()))) >= ROUNDS_FIRST, WAIT_S, case.words)
+    at_s, before = time.time(), rounds(list(case.looks()))[stage]
     for host in hosts:
         case.kill(host)
     dead = {f"peer-{host}" for host in hosts}
@@ -59,14 +59,6 @@ def vacated(case: Flowing, stage: int) -> Vacant:
     others = [name for name in case.children if name.startswith("peer-") and name not in dead]
     logs = [events(case.folder / f"{name}.log") for name in others]
     return vacancy(list(case.looks()), logs, stage, dead, at_s, before)
-
-
-def positions(peers: Sequence[dict[str, Any]]) -> dict[str, int]:
-    """Return how far the log of each stage is, by the peers of one look."""
-    found: dict[str, int] = {}
-    for peer in peers:
-        found[peer["module"]] = max(found.get(peer["module"], 0), peer["position"])
-    return found
 
 
 def has_moved_on(looks: Sequence[dict[str, Any]], module: str, dead: set[str], before: int) -> bool:
@@ -112,13 +104,13 @@ def vacancy(
     named_s = set_out_s(mover, module, at_s)
     assert named_s is not None
     ready_s = min(each["time"] for each in mover if is_ready(each) and each["time"] > named_s)
-    counted, rounds = (arrivals(looks, module, dead, above=n) for n in (-1, before))
+    counted, held = (arrivals(looks, module, dead, above=n) for n in (-1, before))
     return Vacant(
         stage=stage + 1,
         named_s=named_s - at_s,
         ready_s=ready_s - at_s,
         counted_s=counted[0][0] - at_s,
-        round_s=rounds[0][0] - at_s,
+        round_s=held[0][0] - at_s,
         joined_again=len({peer["name"] for _, peer in counted}),
     )
 

@@ -17,11 +17,10 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from bench_nat import progress, wait_until
+from bench_nat import progress
 from pipeline_lab import (
     Flowing,
     Pipeline,
-    busy_cores,
     counts,
     link_of,
     most_chains,
@@ -51,6 +50,7 @@ LEARNED = Pipeline(
 )
 KILL_EVERY_S, AWAY_S = 40.0, 5.0
 EVAL_TOKENS = 65_536
+MOST_POINTS = 16
 LEAST_ROUNDS = 3  # the loss of the first ones says little
 
 
@@ -71,7 +71,6 @@ class Learned:
     omitted: dict[str, int]
     resends: int
     double_counts: int
-    busy_cores: float
 
 
 class Learning(Flowing):
@@ -124,16 +123,26 @@ def learned(minutes: float, *, is_struck: bool, seed: int = 1) -> Learned:
                     case.start_peer(host)
             time.sleep(max(0.0, until_s - time.time()))
 
-        busy = busy_cores(strike)
+        strike()
         looks = list(case.looks())
-        wait_until(lambda: len(positions_of(case.folder)) > LEAST_ROUNDS, 60, case.words)
         case.stop()
         points = curve(case.folder)
+    return learned_of(looks, points, len(kills), (began_s, until_s))
+
+
+def learned_of(
+    looks: Sequence[dict[str, Any]],
+    points: list[tuple[float, float]],
+    kills: int,
+    window: tuple[float, float],
+) -> Learned:
+    """Return what the looks at a run show, beside its kills and its curve."""
+    began_s, until_s = window
     found = [each for each in counts(looks) if spans(each, began_s, until_s)]
     origins = [each for each in found if each.stage == 0]
     return Learned(
-        minutes=minutes,
-        kills=len(kills),
+        minutes=(until_s - began_s) / 60,
+        kills=kills,
         points=points,
         rounds=rounds(looks),
         chains=most_chains(looks),
@@ -141,7 +150,6 @@ def learned(minutes: float, *, is_struck: bool, seed: int = 1) -> Learned:
         omitted=omissions(found, began_s, until_s),
         resends=total(found, "resends", began_s, until_s),
         double_counts=total(found, "double_counts", began_s, until_s),
-        busy_cores=busy,
     )
 
 
@@ -156,15 +164,22 @@ def curve(folder: Path) -> list[tuple[float, float]]:
     """Return tokens and held-out loss at each position of which all stages have a checkpoint."""
     state = folder / "state"
     counted = [tokens_until(state / f"stage-{n + 1}" / LOG_FILE) for n in range(LEARNED.stages)]
-    device, points = Device.choose("cpu", "float32"), []
-    for position in positions_of(folder)[LEAST_ROUNDS:]:
+    device, points, text = Device.choose("cpu", "float32"), [], None
+    for position in spread(positions_of(folder)[LEAST_ROUNDS:]):
         (path,) = (state / "checkpoints" / "stage-1").glob(f"*-{position:08}.safetensors")
         trained = load_checkpoint(path)
-        text = held_out(trained, data=None, tokenizer=None, tokens=EVAL_TOKENS)
+        if text is None:  # to read it takes longer than to measure on it
+            text = held_out(trained, data=None, tokenizer=None, tokens=EVAL_TOKENS)
         loss = measure(trained.model, trained.tokenizer, text.batches, device=device).loss
         points.append((mean(tokens[position] for tokens in counted), loss))
         progress(f"round {position}: {points[-1][0]:,.0f} tokens, loss {loss:.4f}")
     return points
+
+
+def spread(positions: Sequence[int]) -> list[int]:
+    """Return up to `MOST_POINTS` of some positions, evenly spaced from the last one back."""
+    every = -(-len(positions) // MOST_POINTS) or 1
+    return sorted(positions[::-1][::every])
 
 
 def tokens_until(log: Path) -> list[int]:
@@ -195,8 +210,8 @@ def learned_table(found: dict[str, dict[str, Any]]) -> str:
     tokens, *losses = compared(calm, struck)
     lines = [
         f"| held-out loss at {tokens:,.0f} tokens | kills | loss | against undisturbed | rounds "
-        "| chains | counted | omitted | resent | twice | cores | date, commit |",
-        "|---" * 12 + "|",
+        "| chains | counted | omitted | resent | twice | date, commit |",
+        "|---" * 11 + "|",
     ]
     for name, row, loss in zip(("undisturbed", "with kills"), (calm, struck), losses, strict=True):
         omitted = ", ".join(f"{reason} {n}" for reason, n in row["omitted"].items()) or "0"
@@ -204,6 +219,6 @@ def learned_table(found: dict[str, dict[str, Any]]) -> str:
             f"| {name}, {row['minutes']:.1f} min | {row['kills']} | {loss:.4f} "
             f"| {loss / losses[0] - 1:+.1%} | {', '.join(map(str, row['rounds']))} "
             f"| {row['chains']} | {row['counted']} | {omitted} | {row['resends']} "
-            f"| {row['double_counts']} | {row['busy_cores']:.1f} | {row['date']}, {row['commit']} |"
+            f"| {row['double_counts']} | {row['date']}, {row['commit']} |"
         )
     return "\n".join(lines)

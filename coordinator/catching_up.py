@@ -23,6 +23,7 @@ from atoll.optim.log.replica import DISK_ERRORS, LiveReplica, OnTaken, Recovered
 from atoll.optim.log.store import StoreError
 
 SETTLING_S = 300.0  # a change that has begun hashes and writes a whole model before it ends
+AT_ONCE = 2  # logs that recover, each with bodies in memory; one that takes long holds up no other
 TRIES_FOR_DAMAGED = 12  # a minute; then what no peer has kept stays a gap
 LAG_S = 5.0  # without progress; meanwhile peers prune more, and asking them where they are is cheap
 
@@ -75,6 +76,7 @@ class CatchUp:
         *,
         on_taken: Callable[[Sequence[Taken]], None],
         report: Callable[[Level, str], None],
+        turns: asyncio.Semaphore,
         lacks_some: bool = False,
     ) -> None:
         """Watch a replica.
@@ -84,6 +86,7 @@ class CatchUp:
             recover: brings it up to the peers'.
             on_taken: gets the recovered entries.
             report: logs an event.
+            turns: the run's, of `AT_ONCE`, so that its logs do not all hold bodies together.
             lacks_some: old bodies or certificates were dropped as damaged; look for a peer that
                 has them.
         """
@@ -92,6 +95,7 @@ class CatchUp:
         self._recover = recover
         self._on_taken = on_taken
         self._log_event = report
+        self._turns = turns
         self._lag = Lag()
         self._tasks = Tasks()
         self._task: asyncio.Task[None] | None = None
@@ -108,11 +112,15 @@ class CatchUp:
             furthest = max(furthest, position + 1)
         if not running and self._lag.is_due(position, furthest, now_s):
             self._tries_for_damaged = max(0, self._tries_for_damaged - 1)
-            self._task = self._tasks.spawn(self._run())
+            self._task = self._tasks.spawn(self._in_turn())
 
     async def close(self) -> None:
         """Cancel a recovery under way; the replica completes a change that it has begun."""
         await self._tasks.close(SETTLING_S)
+
+    async def _in_turn(self) -> None:
+        async with self._turns:
+            await self._run()
 
     async def _run(self) -> None:
         before, positions = self._replica.state.position, list[int]()

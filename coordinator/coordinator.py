@@ -15,6 +15,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 
 from atoll.coordinator.admission_control import AdmissionControl, Refusal, RefusalStatus
+from atoll.coordinator.catching_up import AT_ONCE
 from atoll.coordinator.history import EventLog, History
 from atoll.coordinator.invites import InviteDesk, InvitesError
 from atoll.coordinator.kept_log import KeptLog, LogParts, Surroundings
@@ -118,6 +119,7 @@ class Coordinator:
             steady=lambda: self._steady(),
             may_begin=self._may_begin,
             on_moved=self._note_finished,
+            turns=asyncio.Semaphore(AT_ONCE),
         )
         logs = [KeptLog(around, each, accept_loss=accept_loss) for each in parts]
         self.logs = {log.name: log for log in logs}

@@ -56,6 +56,8 @@ class Surroundings:
     """Returns whether the run has enough peers to begin, wherever in it they are."""
     on_moved: Callable[[], None]
     """Called when a log has moved on."""
+    turns: asyncio.Semaphore
+    """Of logs that recover what no peer publishes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -225,6 +227,7 @@ class KeptLog:
             recover,
             on_taken=self._on_recovered,
             report=self._report,
+            turns=self._around.turns,
             lacks_some=bool(self._damage.bodies or self.replica.store.uncertified()),
         )
         return self._catching_up

@@ -196,6 +196,10 @@ class Case:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        self.stop()
+
+    def stop(self) -> None:
+        """End all processes, the coordinator with its last checkpoint."""
         for child in self.children.values():
             child.terminate()
         for child in self.children.values():

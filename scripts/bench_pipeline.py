@@ -11,6 +11,9 @@
     drained   the same at 25 Mbit/s and 50 ms, with steps that wait for all that is under way
     unequal   2 stages, 6 peers; those of the last stage are slow as 1:2:4
     churn     3 stages, 6 peers; one is killed each minute and started again
+    vacant    3 stages, 6 peers; both peers of a stage are killed, of each in turn
+    calm      3 stages, 6 peers train a small model on real text: held-out loss by tokens
+    struck    the same with a kill every 40 s; the loss against that of `calm` at equal tokens
 
 A coordinator with a public address and the peers are processes on hosts of `WanLab`, with a model
 whose slices mostly wait (`pipeline_lab.py`). Exits with 1 if a target is missed, and with 2 if
@@ -23,17 +26,15 @@ import random
 import signal
 import statistics
 import sys
-import tempfile
 import time
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from bench_allreduce import lab_is_possible
-from bench_nat import progress, wait_until
+from bench_nat import progress
 from circumstances import circumstances, commit, today
 from pipeline_lab import (
     ROWS,
@@ -42,24 +43,30 @@ from pipeline_lab import (
     Pipeline,
     busy_cores,
     counts,
+    link_of,
+    most_chains,
+    omissions,
     peer_bound,
+    rounds,
+    running,
+    spans,
     stage_rate,
+    total,
 )
+from pipeline_learning import compared, learned, learned_table
+from pipeline_vacant import vacant, vacant_table
 
 from atoll.coordinator.run.phases import AT_REST
-from atoll.dht.testing.wan import WanLab, WanLink
+from atoll.dht.testing.wan import WanLink
 
 ROOT = Path(__file__).resolve().parent.parent
 SAVED = ROOT / "docs" / "benchmarks" / "pipeline.json"
 PAGE = ROOT / "docs" / "benchmarks" / "pipeline.md"
 MARKS = ("<!-- rows of pipeline.json -->", "<!-- end of rows -->")
 # docs/benchmarks/pipeline.md states what each of these is about.
-RATIO, UNEQUAL, LIVING = 0.85, 0.9, 0.9
+RATIO, UNEQUAL, LIVING, LOSS = 0.85, 0.9, 0.9, 0.02
 SETTLE_S, MEASURE_S = 8.0, 20.0
 RELINK_S = 16.0  # until the peers have found that their links became faster
-CONGESTION = "cubic"  # Linux's default; this machine's may be another
-MTU = 1500  # of the internet: the queue of a link of 10 Mbit/s holds 28 packets of 9,000 bytes
-FIRST_S = 120.0  # until all peers have counted something
 RARE = 100_000  # steps of a window: no round while throughput is measured
 # From slow to fast, as peers are given up by how long returns usually take.
 LINKS = [(mbit, rtt) for mbit in (10.0, 25.0, 100.0) for rtt in (50.0, 5.0)]
@@ -125,8 +132,9 @@ class Churn:
     living_tokens_per_s: float
     """bound of the slowest stage by the peers that trained at each moment, as a mean"""
     undisturbed: float
-    """fraction of the bound before the first kill"""
+    """fraction of that bound before the first kill"""
     fraction: float
+    """of that bound, over the whole time; divided by `undisturbed`, it says what kills cost"""
     in_rounds: float
     """fraction of the time that peers were in a round, or waited for one"""
     rounds: list[int]
@@ -147,29 +155,6 @@ class Churn:
             *([f"churn: {self.fraction:.2f} of the living"] * (self.fraction < LIVING)),
             *([f"churn: {self.chains} different chains"] * (self.chains != 1)),
         ]
-
-
-def lab_of(links: Sequence[WanLink]) -> WanLab:
-    """Return hosts with the packets and the congestion control of most machines."""
-    return WanLab(links, mtu=MTU, congestion=CONGESTION)
-
-
-@contextmanager
-def running(pipeline: Pipeline, link: WanLink, *, in_turn: bool = False) -> Iterator[Flowing]:
-    """Run a pipeline in a lab, from when each of its peers has counted a step."""
-    links = [WanLink(delay_ms=link.delay_ms)] + [replace(link) for _ in range(pipeline.peers)]
-    with tempfile.TemporaryDirectory() as folder, lab_of(links) as lab:
-        with Flowing(lab, Path(folder), pipeline) as case:
-            case.begin(in_turn=in_turn)
-            wait_until(lambda: all_flow(case), FIRST_S, case.words)
-            yield case
-
-
-def all_flow(case: Flowing) -> bool:
-    """Return whether all peers have counted at least a step."""
-    flows = [peer["flow"] for peer in case.newest()]
-    least = case.pipeline.microbatches
-    return len(flows) == case.pipeline.peers and all(f and f["counted"] >= least for f in flows)
 
 
 def measure(case: Flowing, name: str, link: WanLink, seconds: float) -> Row:
@@ -219,27 +204,6 @@ def measure(case: Flowing, name: str, link: WanLink, seconds: float) -> Row:
     )
 
 
-def spans(one: Counts, from_s: float, until_s: float) -> bool:
-    """Return whether a process reported more than once in a window."""
-    return sum(from_s <= at_s <= until_s for at_s, _ in one.points) > 1
-
-
-def total(found: Sequence[Counts], name: str, from_s: float, until_s: float) -> int:
-    """Return how much a count grew in a window, over some processes."""
-    ends = [each.between(from_s, until_s) for each in found]
-    return sum(int(last[name] - first[name]) for first, last, _ in ends)
-
-
-def omissions(found: Sequence[Counts], from_s: float, until_s: float) -> dict[str, int]:
-    """Return how many passes were given up in a window, by reason."""
-    grown: Counter[str] = Counter()
-    for each in found:
-        first, last, _ = each.between(from_s, until_s)
-        grown.update(last["omitted"])
-        grown.subtract(first["omitted"])
-    return {reason: number for reason, number in grown.items() if number}
-
-
 def waits(stage: Sequence[Counts], from_s: float, until_s: float) -> dict[str, float]:
     """Return the fraction of a window that trainers waited, by reason, as a mean over peers."""
     grown: defaultdict[str, float] = defaultdict(float)
@@ -259,11 +223,6 @@ def over_links(seconds: float) -> Iterator[Row]:
             case.lab.links[:] = [WanLink(delay_ms=link.delay_ms)] + [link] * EQUAL.peers
             time.sleep(RELINK_S)
             yield measure(case, f"{mbit:g} Mbit/s, {rtt_ms:g} ms", link, seconds)
-
-
-def link_of(mbit: float, rtt_ms: float) -> WanLink:
-    """Return the link of hosts between which a round trip takes so long."""
-    return WanLink(up=mbit, down=mbit, delay_ms=rtt_ms / 2)
 
 
 def drained(seconds: float) -> Iterator[Row]:
@@ -345,11 +304,6 @@ def churn_of(
     counted = sum(total([each], "counted", from_s, until_s) for each in found if each.stage == 0)
     first_s = min((at_s for _, at_s in kills), default=until_s)
     calm = [each for each in found if spans(each, from_s, first_s) and each.stage == 0]
-    chains: dict[tuple[str, int], set[str]] = {}
-    for look in looks:
-        for peer in look["peers"]:
-            chains.setdefault((peer["module"], peer["position"]), set()).add(peer["chain"])
-    modules = sorted({module for module, _ in chains if module})
     rate = counted / (until_s - from_s)
     return Churn(
         minutes=(until_s - from_s) / 60,
@@ -365,8 +319,8 @@ def churn_of(
             for peer in look["peers"]
             if peer["flow"] is not None
         ),
-        rounds=[max(n for module, n in chains if module == each) for each in modules],
-        chains=max(len(each) for (_, position), each in chains.items() if position),
+        rounds=rounds(looks),
+        chains=most_chains(looks),
         omitted=omissions(found, from_s, until_s),
         resends=total(found, "resends", from_s, until_s),
         double_counts=total(found, "double_counts", from_s, until_s),
@@ -411,12 +365,13 @@ def churn_table(found: dict[str, Any]) -> str:
     omitted = ", ".join(f"{reason} {n}" for reason, n in found["omitted"].items()) or "0"
     return (
         "| churn | kills | tokens/s | the living could | of it | before the first kill "
-        "| in rounds | rounds | chains | counted | omitted | resent | twice | cores "
+        "| of that | in rounds | rounds | chains | counted | omitted | resent | twice | cores "
         "| date, commit |\n"
-        f"{'|---' * 15}|\n"
+        f"{'|---' * 16}|\n"
         f"| {found['minutes']:.1f} min | {found['kills']} | {found['tokens_per_s']:,.0f} "
         f"| {found['living_tokens_per_s']:,.0f} | {found['fraction']:.2f} "
-        f"| {found['undisturbed']:.2f} | {found['in_rounds']:.0%} "
+        f"| {found['undisturbed']:.2f} | {found['fraction'] / found['undisturbed']:.2f} "
+        f"| {found['in_rounds']:.0%} "
         f"| {', '.join(map(str, found['rounds']))} "
         f"| {found['chains']} | {found['counted']} | {omitted} | {found['resends']} "
         f"| {found['double_counts']} | {found['busy_cores']:.1f} "
@@ -428,6 +383,8 @@ def tables(found: dict[str, Any]) -> str:
     """Return all that was measured as Markdown."""
     parts = [table(found["rows"])] if found["rows"] else []
     parts += [churn_table(found["churn"])] if found["churn"] else []
+    parts += [vacant_table(found["vacant"])] if found["vacant"] else []
+    parts += [learned_table(found["learned"])] if len(found["learned"]) == len(LEARNING) else []
     return "\n\n".join(parts)
 
 
@@ -438,12 +395,29 @@ def merged(known: dict[str, Any], found: dict[str, Any]) -> dict[str, Any]:
         "machine": found["machine"],
         "rows": list(by_case.values()),
         "churn": found["churn"] or known.get("churn"),
+        "vacant": found["vacant"] or known.get("vacant", []),
+        "learned": known.get("learned", {}) | found["learned"],
     }
+
+
+def known(saved: Path = SAVED) -> dict[str, Any]:
+    """Return what was saved before."""
+    found: dict[str, Any] = json.loads(saved.read_text()) if saved.exists() else {}
+    return found
+
+
+def missed_loss(found: dict[str, Any]) -> list[str]:
+    """Return the target that a run with kills misses, once there is one without."""
+    if len(found) < len(LEARNING):
+        return []
+    tokens, calm, struck = compared(found["calm"], found["struck"])
+    cost = struck / calm - 1
+    return [f"struck: {cost:+.1%} of the loss at {tokens:,.0f} tokens"] * (cost > LOSS)
 
 
 def save(found: dict[str, Any], saved: Path = SAVED, page: Path = PAGE) -> None:
     """Add to what was saved, and write the tables between the marks of the page."""
-    everything = merged(json.loads(saved.read_text()) if saved.exists() else {}, found)
+    everything = merged(known(saved), found)
     saved.write_text(json.dumps(everything, indent=1) + "\n")
     before, rest = page.read_text().split(MARKS[0])
     _, after = rest.split(MARKS[1])
@@ -452,6 +426,7 @@ def save(found: dict[str, Any], saved: Path = SAVED, page: Path = PAGE) -> None:
 
 
 CASES = {"links": over_links, "drained": drained, "unequal": unequal}
+LEARNING = ("calm", "struck")
 
 
 def arguments() -> argparse.Namespace:
@@ -459,9 +434,15 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    add, names = parser.add_argument, [*CASES, "churn"]
+    add, names = parser.add_argument, [*CASES, "churn", "vacant", *LEARNING]
     add("--only", default="", help=f"comma-separated (default all), of: {', '.join(names)}")
-    add("--minutes", type=float, default=4.0, metavar="MIN", help="of churn (default: 4)")
+    add(
+        "--minutes",
+        type=float,
+        default=4.0,
+        metavar="MIN",
+        help="of churn, calm and struck (default: 4)",
+    )
     add(
         "--seconds",
         type=float,
@@ -485,7 +466,13 @@ def main() -> int:
     if why := lab_is_possible():
         print(f"bench pipeline: {why}", file=sys.stderr)
         return 2
-    found: dict[str, Any] = {**circumstances(), "rows": [], "churn": None}
+    found: dict[str, Any] = {
+        **circumstances(),
+        "rows": [],
+        "churn": None,
+        "vacant": [],
+        "learned": {},
+    }
     missed: list[str] = []
     origin = {"date": today(), "commit": commit()}
     for name in options.only:
@@ -499,6 +486,14 @@ def main() -> int:
             progress(json.dumps(asdict(killed)))
             found["churn"] = asdict(killed) | origin
             missed += killed.missed
+        for one in vacant() if name == "vacant" else ():
+            progress(json.dumps(asdict(one)))
+            found["vacant"].append(asdict(one) | origin)
+        if name in LEARNING:
+            learns = learned(options.minutes, is_struck=name == "struck")
+            progress(json.dumps(asdict(learns)))
+            found["learned"][name] = asdict(learns) | origin
+            missed += missed_loss(merged(known(), found)["learned"])
         if options.save:  # what is finished stays, whatever comes next
             save(found)
     print(tables(found))

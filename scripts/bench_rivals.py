@@ -37,13 +37,19 @@ from bench_pipeline import (
     MEASURE_S,
     RELINK_S,
     SETTLE_S,
+)
+from circumstances import circumstances, commit, today
+from pipeline_lab import (
+    ROWS,
+    Flowing,
+    Pipeline,
+    busy_cores,
+    counts,
     lab_of,
     link_of,
     running,
     spans,
 )
-from circumstances import circumstances, commit, today
-from pipeline_lab import ROWS, Flowing, Pipeline, busy_cores, counts
 from pipeline_others import HOSTS, Others, others, rate
 
 from atoll.dht.testing.wan import WanLab, WanLink

@@ -8,14 +8,16 @@ as it computes the forward pass again, and the last stage three times.
 
 import json
 import subprocess
+import tempfile
 import time
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, field
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from bench_nat import ATOLL, CUSTOM, Case, events, wait_until
+from bench_nat import ATOLL, CUSTOM, Case, events, kill, wait_until
 
 from atoll.compression.activations import parse_activations
 from atoll.coordinator.run.spec import RunSpec
@@ -28,6 +30,9 @@ ROWS = BATCH * SEQ_LEN
 """Tokens of a microbatch."""
 CODEC = "int8"
 START_S = 120.0
+FIRST_S = 120.0  # until all peers have counted something
+CONGESTION = "cubic"  # Linux's default; this machine's may be another
+MTU = 1500  # of the internet: the queue of a link of 10 Mbit/s holds 28 packets of 9,000 bytes
 PACE = "BENCH_PACE"
 ONE_THREAD = "OMP_NUM_THREADS=1"  # six peers share the cores, where threads that wait would spin
 Flow = dict[str, Any]
@@ -250,20 +255,23 @@ class Flowing(Case):
         """Start the peer of a host, for the first time or again."""
         factor = self.pipeline.factors[host - 1]
         pace = ",".join(str(each * factor) for each in self.pipeline.forward_s)
+        own = ["--data", "text.txt", "--allow-model", CUSTOM]
+        self.run_peer(host, own, state_dir=f"peer-{host}", pace=pace)
+
+    def run_peer(self, host: int, own: Sequence[str], *, state_dir: str, pace: str = "") -> None:
+        """Run a peer on a host, with options of the run's own."""
         name = f"peer-{host}"
         words = ["env", f"{PACE}={pace}", ONE_THREAD, *ATOLL, "peer", str(self.invite)]
-        words += ["--yes", "--json", "--data", "text.txt", "--device", "cpu"]
-        words += ["--allow-model", CUSTOM, "--name", name, "--state-dir", name]
+        words += ["--yes", "--json", "--device", "cpu", "--name", name, "--state-dir", state_dir]
+        words += own
         with (self.folder / f"{name}.log").open("a") as log:
             self.children[name] = self.lab.popen(
                 host, words, cwd=self.folder, stdin=subprocess.DEVNULL, stdout=log, stderr=log
             )
 
     def kill(self, host: int) -> None:
-        """Kill the peer of a host at once; its p2pd goes with it."""
-        child = self.children[f"peer-{host}"]
-        child.kill()
-        child.wait()
+        """Kill the peer of a host at once, with all its processes: nothing says goodbye."""
+        kill(self.children[f"peer-{host}"])
 
     def looks(self) -> Iterator[dict[str, Any]]:
         """Return all looks so far."""
@@ -319,6 +327,45 @@ def counts(looks: Sequence[dict[str, Any]]) -> list[Counts]:
     return list(found.values())
 
 
+def spans(one: Counts, from_s: float, until_s: float) -> bool:
+    """Return whether a process reported more than once in a window."""
+    return sum(from_s <= at_s <= until_s for at_s, _ in one.points) > 1
+
+
+def total(found: Sequence[Counts], name: str, from_s: float, until_s: float) -> int:
+    """Return how much a count grew in a window, over some processes."""
+    ends = [each.between(from_s, until_s) for each in found]
+    return sum(int(last[name] - first[name]) for first, last, _ in ends)
+
+
+def omissions(found: Sequence[Counts], from_s: float, until_s: float) -> dict[str, int]:
+    """Return how many passes were given up in a window, by reason."""
+    grown: Counter[str] = Counter()
+    for each in found:
+        first, last, _ = each.between(from_s, until_s)
+        grown.update(last["omitted"])
+        grown.subtract(first["omitted"])
+    return {reason: number for reason, number in grown.items() if number}
+
+
+def rounds(looks: Sequence[dict[str, Any]]) -> list[int]:
+    """Return how many rounds each stage held, as its peers reported."""
+    found: dict[str, int] = {}
+    for look in looks:
+        for peer in filter(lambda each: each["module"], look["peers"]):
+            found[peer["module"]] = max(found.get(peer["module"], 0), peer["position"])
+    return [found[module] for module in sorted(found)]
+
+
+def most_chains(looks: Sequence[dict[str, Any]]) -> int:
+    """Return the most different chains that peers reported at one position of a stage."""
+    chains: defaultdict[tuple[str, int], set[str]] = defaultdict(set)
+    for look in looks:
+        for peer in look["peers"]:
+            chains[peer["module"], peer["position"]].add(peer["chain"])
+    return max(len(each) for (_, position), each in chains.items() if position)
+
+
 def busy_cores(seconds: Callable[[], None]) -> float:
     """Return how many of this machine's cores were busy while something took its time."""
     before, began_s = _busy_s(), time.monotonic()
@@ -330,3 +377,33 @@ def _busy_s() -> float:
     words = Path("/proc/stat").read_text().splitlines()[0].split()[1:]
     user, nice, system, _idle, _iowait, irq, softirq = map(int, words[:7])
     return (user + nice + system + irq + softirq) / 100
+
+
+def link_of(mbit: float, rtt_ms: float) -> WanLink:
+    """Return the link of hosts between which a round trip takes so long."""
+    return WanLink(up=mbit, down=mbit, delay_ms=rtt_ms / 2)
+
+
+def lab_of(links: Sequence[WanLink]) -> WanLab:
+    """Return hosts with the packets and the congestion control of most machines."""
+    return WanLab(links, mtu=MTU, congestion=CONGESTION)
+
+
+@contextmanager
+def running(
+    pipeline: Pipeline, link: WanLink, *, kind: type[Flowing] = Flowing, in_turn: bool = False
+) -> Iterator[Flowing]:
+    """Run a pipeline in a lab, from when each of its peers has counted a step."""
+    links = [WanLink(delay_ms=link.delay_ms)] + [replace(link) for _ in range(pipeline.peers)]
+    with tempfile.TemporaryDirectory() as folder, lab_of(links) as lab:
+        with kind(lab, Path(folder), pipeline) as case:
+            case.begin(in_turn=in_turn)
+            wait_until(lambda: all_flow(case), FIRST_S, case.words)
+            yield case
+
+
+def all_flow(case: Flowing) -> bool:
+    """Return whether all peers have counted at least a step."""
+    flows = [peer["flow"] for peer in case.newest()]
+    least = case.pipeline.microbatches
+    return len(flows) == case.pipeline.peers and all(f and f["counted"] >= least for f in flows)

@@ -90,7 +90,7 @@ from atoll.optim.log.replica import (
 )
 from atoll.optim.log.store import LOG_FILE, LogStore, sync_folder
 from atoll.optim.state import vectors
-from atoll.optim.state.mapped import MappedVectors
+from atoll.optim.state.mapped import MappedVectors, is_on_disk
 from atoll.optim.state.outer_state import DIGEST_BYTES, OuterState
 
 log = logging.getLogger(__name__)
@@ -233,13 +233,16 @@ async def running(
     start_node: StartNode | None = None,
     tokenizer: Callable[[], bytes] | None = None,
     accept_loss: bool = False,
-    state_on_disk: bool = False,
+    state_on_disk: bool | None = None,
 ) -> AsyncIterator[Running]:
     """Run a coordinator inside the block.
 
     With `accept_loss` it continues from its own log, whatever it has known beyond that. With
-    `state_on_disk` the states of its logs lie in mapped files of its directory.
+    `state_on_disk` the states of its logs lie in mapped files of its directory; by default those of
+    a pipeline do, whose model may be larger than any machine's memory.
     """
+    if state_on_disk is None:
+        state_on_disk = len(spec.modules) > 1 and is_on_disk(state_dir)
     async with contextlib.AsyncExitStack() as stack:
         advertised = await _resolved(spec.coordinator.advertise)  # before anything is written
         stack.enter_context(_locked(state_dir))
@@ -497,7 +500,9 @@ def _resume(
             allocate=MappedVectors(files.folder).empty if files.state_on_disk else vectors.empty,
         )
         replica.resume()
-        vectors.release()  # what making the first state left; a ledger needs no vector again
+        # What making the first state left; a ledger needs no vector again.
+        vectors.release()
+        vectors.trim(module.layout.numel)
     except BaseException:
         store.close()
         raise

@@ -66,12 +66,22 @@ def expect_disk(folder: Path) -> None:
     Raises:
         NotOnDisk: it does.
     """
-    nearest = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-    if (kind := file_system_of(nearest)) in IN_MEMORY:
+    kind = _kind_of(folder)
+    if kind in IN_MEMORY:
         raise NotOnDisk(
             f"{folder} lies in memory ({kind}), so an outer state there would save none; choose a "
             "folder on a disk with --state-dir, or omit --outer-state disk"
         )
+
+
+def is_on_disk(folder: Path) -> bool:
+    """Return whether a folder lies on a disk, or would if it were made."""
+    return _kind_of(folder) not in IN_MEMORY
+
+
+def _kind_of(folder: Path) -> str:
+    nearest = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    return file_system_of(nearest)
 
 
 def take_blocks(descriptor: int, num_bytes: int) -> None:

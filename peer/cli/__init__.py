@@ -119,15 +119,18 @@ def add_named_files(parser: argparse.ArgumentParser) -> None:
     add_allow_model(parser)
 
 
-def add_outer_state(parser: argparse.ArgumentParser) -> None:
-    """Add the option that says where a process keeps the outer state."""
+def add_outer_state(
+    parser: argparse.ArgumentParser, *, default: str | None = "memory", told: str = "memory"
+) -> None:
+    """Add the option that says where a process keeps the outer state; `told` names the default."""
     parser.add_argument(
         "--outer-state",
         choices=("memory", "disk"),
-        default="memory",
+        default=default,
         help="Place of the common parameters and the outer momentum: memory, or disk, in files of "
         "the state directory that are mapped into memory, whose pages the system takes back when "
-        "it needs them; a round writes about 12 bytes per parameter there (default: memory).",
+        "it needs them; a round writes about 12 bytes per parameter there "
+        f"(default: {told}).",
     )
 
 

@@ -97,7 +97,7 @@ def add_parser(subparsers: Subparsers) -> None:
         help="Continue from the log here although it lacks rounds or epochs that no peer has any "
         "more; what peers hold beyond it is void.",
     )
-    add_outer_state(parser)
+    add_outer_state(parser, default=None, told="disk in a run with stages, else memory")
     parser.add_argument("--quiet", action="store_true", help="Print no line per round.")
     add_stop_with_stdin(parser)
 
@@ -140,7 +140,7 @@ def run(args: argparse.Namespace) -> int:
             quiet=args.quiet,
             has_keeper=args.keep,
             accept_loss=args.accept_loss,
-            state_on_disk=args.outer_state == "disk",
+            state_on_disk=None if args.outer_state is None else args.outer_state == "disk",
         )
     )
 
@@ -213,7 +213,7 @@ async def _serve(
     quiet: bool,
     has_keeper: bool,
     accept_loss: bool,
-    state_on_disk: bool,
+    state_on_disk: bool | None,
 ) -> int:
     from atoll.coordinator.service.server import running
     from atoll.dht.tasks import Tasks

@@ -213,13 +213,17 @@ class PipelineRun(LogRun):
         return has_begun and not is_over and self.heartbeats.in_touch
 
     async def _set_out(self, target: str) -> None:
-        """Announce a move, finish what is in work, and let the trainer end."""
+        """Announce a move, finish what is in work, and let the trainer end.
+
+        A stage without peers is filled at once: the returns of what is in work may never come, and
+        the others hand over to another peer what this one gives up.
+        """
         self._env.report("info", f"moves from {self._env.module} to {target}, which needs it more")
         self.moves = StageMove(module=target, came_from=self._env.module)
         await self.publish()
-        if self._carrier is not None:
+        if self._carrier is not None and not self._placing.fills_vacant:
             self._carrier.act(self._carrier.hop.drain(asyncio.get_running_loop().time()))
-        await asyncio.sleep(DRAIN_S)  # until the others have read the record, and passes are back
+            await asyncio.sleep(DRAIN_S)  # until the others have read the record, and returned
         self.on_move()
 
     async def _keep_looking(self) -> None:

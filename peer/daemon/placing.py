@@ -64,6 +64,8 @@ class Placing:
         self._next_look_s = -math.inf
         self.leaves_for: str | None = None
         """The module that this peer is about to move to."""
+        self.fills_vacant = False
+        """Whether that module has no peer, so that nothing gets through the run meanwhile."""
 
     def place(
         self,
@@ -126,7 +128,7 @@ class Placing:
             self._plan_look(view, move, now_s)
         if made is None or (made.peer_id, made.incarnation) != self._name:
             return None
-        self.leaves_for = self._modules[made.target]
+        self.leaves_for, self.fills_vacant = self._modules[made.target], made.fills
         return self.leaves_for
 
     @property

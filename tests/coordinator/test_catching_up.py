@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from atoll.coordinator.catching_up import LAG_S, CatchUp, Lag, Taken
+from atoll.coordinator.catching_up import AT_ONCE, LAG_S, CatchUp, Lag, Taken
 from atoll.coordinator.rpc.client_errors import NotThere
 from atoll.coordinator.run.keys import RunKeys
 from atoll.coordinator.run.status import Gap
@@ -20,7 +20,7 @@ from atoll.dht.identity import Identity
 from atoll.dht.testing.memory import run_virtual
 from atoll.dht.testing.virtualtime import inline
 from atoll.optim.log.entry import Entry
-from atoll.optim.log.replica import LiveReplica, RecoveryError, Replica
+from atoll.optim.log.replica import LiveReplica, OnTaken, RecoveryError, Replica
 from atoll.optim.log.store import LogStore
 from atoll.peer.recovery.ledger import LedgerRecovery
 from atoll.peer.rounds.messages import Decided
@@ -78,6 +78,7 @@ def test_donors_that_lie_are_reported_and_it_looks_again(long_log: Log) -> None:
             lambda replica, on_taken: tries.pop(0)(replica, on_taken),
             on_taken=taken.extend,
             report=lambda level, text: told.append((level, text)),
+            turns=asyncio.Semaphore(AT_ONCE),
         )
         catching_up.look(9, 0.0)
         for looks in (1, 2, 3):
@@ -121,6 +122,7 @@ def test_entries_that_came_before_a_recovery_failed_are_noted(long_log: Log) -> 
             fails,
             on_taken=taken.extend,
             report=lambda level, text: told.append(text),
+            turns=asyncio.Semaphore(AT_ONCE),
         )
         catching_up.look(9, 0.0)
         catching_up.look(9, LAG_S)
@@ -130,6 +132,45 @@ def test_entries_that_came_before_a_recovery_failed_are_noted(long_log: Log) -> 
     asyncio.run(asyncio.wait_for(main(), 30.0))
     assert [each.entry.position for each in taken] == [3, 4, 5]
     assert told == ["catching up failed, retrying: no peer has the body of entry 6"]
+
+
+def test_logs_that_stay_behind_recover_few_at_a_time(long_log: Log) -> None:
+    """Each holds bodies meanwhile; one whose donor is slow holds up no other."""
+    begun: list[int] = []
+
+    async def main() -> None:
+        turns, may_end = asyncio.Semaphore(AT_ONCE), [asyncio.Event() for _ in range(4)]
+        replica = LiveReplica(long_log.away, compute=asyncio.to_thread)
+
+        def of(number: int) -> CatchUp:
+            async def recover(replica: LiveReplica, on_taken: OnTaken) -> None:
+                begun.append(number)
+                await may_end[number].wait()
+
+            return CatchUp(
+                replica,
+                recover,
+                on_taken=lambda taken: None,
+                report=lambda level, text: None,
+                turns=turns,
+            )
+
+        logs = [of(number) for number in range(len(may_end))]
+        for now_s in (0.0, LAG_S):
+            for each in logs:
+                each.look(9, now_s)
+        for _ in range(100):
+            await asyncio.sleep(0)
+        assert begun == list(range(AT_ONCE))
+        for event in may_end[1:]:  # all but the first, which stays
+            event.set()
+        await asyncio.gather(*(each._task for each in logs[1:] if each._task is not None))
+        assert sorted(begun) == [0, 1, 2, 3]
+        may_end[0].set()
+        for each in logs:
+            await each.close()
+
+    asyncio.run(asyncio.wait_for(main(), 30.0))
 
 
 def test_a_ledger_that_diverged_stores_what_nobody_publishes(long_log: Log) -> None:

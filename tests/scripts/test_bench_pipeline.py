@@ -1,10 +1,16 @@
 """The results of `scripts/bench_pipeline.py`: bounds, what is counted when, targets, the page."""
 
+from contextlib import closing
+
 import bench_pipeline
 import pipeline_lab
+import pipeline_learning
+import pipeline_vacant
 import pytest
 
 from atoll.dht.testing.wan import WanLink
+from atoll.optim.log.store import LOG_FILE, LogStore, StoreHead
+from support.kit import Swarm
 
 LINK = WanLink(up=10.0, down=10.0)
 
@@ -68,7 +74,7 @@ def test_processes_are_counted_apart_by_the_time_of_their_reports():
     ]
     one, other = pipeline_lab.counts(looks)
     assert len(one.points) == 2 and one.rate(99, 110) == 5.0
-    assert not bench_pipeline.spans(other, 99, 110)
+    assert not pipeline_lab.spans(other, 99, 110)
 
 
 def test_a_peer_lives_from_its_first_step_to_its_death():
@@ -101,6 +107,48 @@ def test_half_a_stage_could_do_half_while_its_other_peer_is_dead():
     assert found.counted == 240 and found.tokens_per_s == pytest.approx(2 * bench_pipeline.ROWS)
 
 
+def test_a_vacancy_ends_with_a_microbatch_of_the_peer_that_moved():
+    before = [peer("peer-2", "stage-2", 9, 99.0, position=3)]
+    stale = [peer("peer-2", "stage-2", 9, 103.0, position=4)]  # heard late, of the dead
+    here = [peer("peer-1", "stage-2", 0, 125.0, position=3)]
+    counting = [peer("peer-1", "stage-2", 2, 128.0, position=3)]
+    beyond = [peer("peer-1", "stage-2", 9, 140.0, position=4)]
+    looks = [{"peers": peers} for peers in (before, stale, here, counting, beyond)]
+    words = "moves from stage-1 to stage-2, which needs it more"
+    mover = [
+        {"kind": "ready", "time": 10.0, "text": "trains"},
+        {"kind": "event", "time": 117.0, "text": words},
+        {"kind": "ready", "time": 126.0, "text": "trains"},
+    ]
+    found = pipeline_vacant.vacancy(looks, [[], mover], 1, {"peer-2"}, 100.0, 3)
+    assert (found.named_s, found.ready_s) == (17.0, 26.0)
+    assert (found.counted_s, found.round_s, found.joined_again) == (28.0, 40.0, 1)
+    assert not pipeline_vacant.has_moved_on(looks[:4], "stage-2", {"peer-2"}, 3)
+
+
+def test_two_runs_are_compared_at_the_tokens_that_both_reached():
+    calm = {"points": [(100.0, 4.0), (200.0, 3.0), (300.0, 2.5)]}
+    struck = {"points": [(90.0, 4.2), (250.0, 2.8)]}
+    tokens, *losses = pipeline_learning.compared(calm, struck)
+    assert (tokens, losses) == (250.0, [2.75, 2.8])
+    assert bench_pipeline.missed_loss({"calm": calm, "struck": struck}) == []
+    struck["points"][-1] = (250.0, 2.9)
+    assert "+5.5%" in bench_pipeline.missed_loss({"calm": calm, "struck": struck})[0]
+    assert bench_pipeline.missed_loss({"calm": calm}) == []
+
+
+def test_tokens_are_those_of_the_entries_until_a_position(tmp_path):
+    run_id, chain, swarm = bytes(32), bytes(32), Swarm()
+    with closing(LogStore(tmp_path, run_id=run_id, genesis_chain=chain)) as store:
+        for position in range(2):
+            head = StoreHead(epoch=0, position=position, chain=chain)
+            entry, body = swarm.entry(run_id, head)
+            chain = entry.chain
+            record = {"entry": entry.encode(), "certificate": b"c", "body": body, "chain": chain}
+            store.append(epoch=0, position=position, **record)
+        assert pipeline_learning.tokens_until(tmp_path / LOG_FILE) == [0, 300, 600]
+
+
 def test_targets_that_are_missed_are_named():
     assert row().missed == row("drained", ratio=0.5).missed == []
     assert "0.84" in row(ratio=0.84).missed[0] and row("unequal", ratio=0.89).missed
@@ -113,7 +161,7 @@ def test_what_was_saved_stays_beside_what_is_new(tmp_path):
     page.write_text("Before.\n{}\nold\n{}\nAfter.\n".format(*bench_pipeline.MARKS))
     origin = {"date": "2026-01-01", "commit": "abc"}
     for case in ("10 Mbit/s, 5 ms", "unequal"):
-        found = {"machine": "One", "churn": None}
+        found = {"machine": "One", "churn": None, "vacant": [], "learned": {}}
         found["rows"] = [bench_pipeline.asdict(row(case)) | origin]
         bench_pipeline.save(found, saved, page)
     text = page.read_text()

@@ -67,6 +67,7 @@ class Swarm:
             (Identity.ephemeral() for _ in range(3)), key=lambda i: i.peer_id
         )
     )
+    replay: Replay = REPLAY
 
     def electors(self) -> tuple[Elector, ...]:
         return tuple(Elector(peer_id=i.peer_id, incarnation="1") for i in self.identities)
@@ -77,8 +78,8 @@ class Swarm:
 
     def entry(self, run_id: bytes, head: StoreHead, **changes: Any) -> tuple[Entry, bytes]:
         generator = torch.Generator().manual_seed(head.position)
-        frames = REPLAY.cells_at(head.position).encode(
-            torch.randn(LAYOUT.numel, generator=generator)
+        frames = self.replay.cells_at(head.position).encode(
+            torch.randn(self.replay.layout.numel, generator=generator)
         )
         body = body_of(frames)
         part = Part(

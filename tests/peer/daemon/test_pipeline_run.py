@@ -12,7 +12,7 @@ import torch
 from atoll.dht.testing.memory import MemoryNetwork
 from atoll.optim.log.entry import Elector
 from atoll.optim.state.layout import Layout
-from atoll.peer.daemon import process
+from atoll.peer.daemon import pipeline_run, process
 from atoll.peer.daemon.network import connect
 from atoll.peer.daemon.pipeline_run import PipelineRun, frame_shape, hop_rules
 from atoll.peer.errors import DeviceError, ModelError, WrongRole
@@ -216,6 +216,29 @@ def test_only_a_peer_in_touch_with_the_coordinator_moves(in_touch):
         heartbeats=SimpleNamespace(in_touch=in_touch),
     )
     assert PipelineRun._may_move.fget(run) is in_touch
+
+
+@pytest.mark.parametrize("fills", [True, False])
+def test_a_peer_that_fills_a_vacant_stage_waits_for_no_returns(fills, monkeypatch):
+    """Nothing gets through the run meanwhile, so none might come."""
+    done = []
+    monkeypatch.setattr(pipeline_run, "DRAIN_S", 0.0)
+
+    async def publish():
+        done.append("announce")
+
+    run = SimpleNamespace(
+        _env=SimpleNamespace(report=lambda level, text: None, module="stage-1"),
+        _placing=SimpleNamespace(fills_vacant=fills),
+        _carrier=SimpleNamespace(
+            act=lambda actions: None, hop=SimpleNamespace(drain=lambda now_s: done.append("drain"))
+        ),
+        publish=publish,
+        on_move=lambda: done.append("leave"),
+    )
+    asyncio.run(PipelineRun._set_out(run, "stage-2"))
+    assert done == (["announce", "leave"] if fills else ["announce", "drain", "leave"])
+    assert (run.moves.module, run.moves.came_from) == ("stage-2", "stage-1")
 
 
 def test_a_peer_announces_that_it_serves_as_soon_as_it_does(kit):

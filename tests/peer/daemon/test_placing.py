@@ -67,16 +67,15 @@ def test_one_of_a_crowded_stage_moves_once_two_looks_agree():
     assert mover.look(NEEDS, CROWDED, 0.0) is None
     assert mover.look(NEEDS, CROWDED, CONFIRM_S / 2) is None
     assert mover.look(NEEDS, CROWDED, CONFIRM_S + 1) == "stage-2"
+    assert not mover.fills_vacant
 
 
 def test_a_vacant_stage_is_filled_at_once():
     alone = [record("ann", "stage-1"), record("ben", "stage-1")]
-    found = [
-        each.peer_id
-        for each in alone
-        if placing(Elector(peer_id=each.peer_id, incarnation="1")).look(NEEDS, alone, 0.0)
-    ]
+    both = [placing(Elector(peer_id=each.peer_id, incarnation="1")) for each in alone]
+    found = [each for each in both if each.look(NEEDS, alone, 0.0)]
     assert len(found) == 1
+    assert [each.fills_vacant for each in both] == [each in found for each in both]
 
 
 def test_nobody_leaves_a_stage_without_a_peer():

@@ -441,14 +441,15 @@ def lets_run_out_of_memory(patch: pytest.MonkeyPatch, holds: int) -> None:
 
 @contextmanager
 def trainer_on_ranks(
-    folder: Path, *, cut: bool, **inner: object
+    folder: Path, *, cut: bool, model: dict[str, object] | None = None, **inner: object
 ) -> Iterator[tuple[SeveralRanks, Trainer, pytest.MonkeyPatch]]:
     """A trainer of these ranks, with its state in a folder."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("atoll.peer.training.ranks.fits", lambda *_, **__: not cut)
         ranks = SeveralRanks(Ranks(timeout_s=60))
         spec = spec_to_train().model_dump(mode="json")
-        spec = RunSpec.from_dict(spec | {"inner": spec["inner"] | inner})
+        spec |= {"inner": spec["inner"] | inner} | ({"model": model} if model else {})
+        spec = RunSpec.from_dict(spec)
         options = TrainerOptions(
             peer_id="one", device="cpu", ranks=ranks, state_path=folder / "trainer.safetensors"
         )
@@ -516,6 +517,64 @@ def scaled_trainers(folder: Path) -> None:
             params_N = trainer.worker.layout.flatten(trainer.learner.model)
             assert params_N.isfinite().all()
             assert ranks.gathered(params_N.tolist())[1:] == [params_N.tolist()] * ranks.leads
+
+
+WIDE = {"overrides": {"dim": 64, "num_layers": 2, "num_heads": 2, "ffn_dim": 96}}
+"""A model of which some shards are large enough to have moments of 8 bits."""
+
+
+def moments_of_8_bits(folder: Path) -> None:
+    """Resume to the bit from moments of 8 bits, whole on each rank or cut; leave the last ones."""
+    for cut in (False, True):
+        with trainer_on_ranks(folder, cut=cut, model=WIDE, state="8bit") as (ranks, trainer, _):
+            layout, model = trainer.worker.layout, trainer.learner.model
+            for _ in range(4):
+                trainer.step()
+            trainer.save(folder / "trainer.safetensors")
+            ranks.all_of(True)
+            saved = trainer.worker.state_dict()
+            trainer.step()
+            next_N = layout.flatten(model)
+            trainer.load(folder / "trainer.safetensors")
+            again = trainer.worker.state_dict()
+            trainer.step()
+            assert torch.equal(layout.flatten(model), next_N)
+            if ranks.leads:
+                compare(saved["inner"], again["inner"])
+                assert set(kinds_of_moments(again["inner"])) == {dict, torch.Tensor}
+                torch.save(saved["inner"], folder / "inner.pt")
+
+
+def resume_moments_of_8_bits(folder: Path) -> None:
+    """Have the same moments on another number of ranks, where other tensors can have 8 bits."""
+    with trainer_on_ranks(folder, cut=True, model=WIDE, state="8bit") as (ranks, trainer, _):
+        trainer.load(folder / "trainer.safetensors")
+        state = trainer.worker.state_dict()["inner"]
+        trainer.step()
+        if ranks.leads:
+            before = loaded(folder / "inner.pt")
+            compare(in_float(before), in_float(state))
+            kinds, others = kinds_of_moments(before), kinds_of_moments(state)
+            assert dict in others and others != kinds
+
+
+def kinds_of_moments(inner: dict) -> list[type]:
+    return [type(each["exp_avg"]) for each in inner["state"].values()]
+
+
+def in_float(inner: dict) -> dict:
+    """The moments of an optimizer's state as they are computed with."""
+
+    def value_of(moment: object) -> object:
+        if not isinstance(moment, dict):
+            return moment
+        values = moment["qmap"][moment["codes"].int()].view(len(moment["scale"]), -1)
+        return (values * moment["scale"].view(-1, 1)).view(moment["codes"].shape)
+
+    return {
+        number: {name: value_of(value) for name, value in each.items()}
+        for number, each in inner["state"].items()
+    }
 
 
 def trainers_on_two_hosts(folder: Path) -> None:

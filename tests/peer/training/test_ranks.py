@@ -8,6 +8,8 @@ from support.rank_work import (
     memory_is_remembered,
     memory_of_a_shard,
     memory_of_one_rank,
+    moments_of_8_bits,
+    resume_moments_of_8_bits,
     scaled_trainers,
     too_little_memory,
     trainers_on_ranks,
@@ -36,6 +38,13 @@ def test_ranks_of_a_cut_model_start_again_with_smaller_pieces(tmp_path):
 @pytest.mark.slow
 def test_ranks_scale_the_loss_alike(tmp_path):
     on_ranks(2, scaled_trainers, tmp_path, folder=tmp_path)
+
+
+@pytest.mark.slow
+def test_ranks_save_moments_of_8_bits(tmp_path):
+    pytest.importorskip("torchao")
+    on_ranks(2, moments_of_8_bits, tmp_path, folder=tmp_path)
+    on_ranks(3, resume_moments_of_8_bits, tmp_path, folder=tmp_path)
 
 
 @pytest.mark.slow

@@ -3,20 +3,34 @@
 Blocks of 256 values share a scale (arXiv:2110.02861); tensors of fewer than 4,096 values stay in
 float32. Departures from the library's class: the learning rate is a number, as of any optimizer of
 torch; a state holds plain tensors and numbers, so that it can be saved without pickle; on a CPU,
-where compiling takes a minute, the steps are not compiled.
+where compiling takes a minute, the steps are not compiled; a tensor that is cut over ranks has
+8 bits on all of them or on none, so that blocks are those of the whole tensor and another number
+of ranks can load them.
+
+A moment in a state is a tensor, or a dict of what follows, each whole or in parts:
+
+    codes    uint8, in the parameter's shape
+    scale    fp32, one for each block of the tensor as it lies flat
+    qmap     fp32, the 256 values that codes stand for
+    signed, dtype
 """
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.optim import Optimizer
 
 from atoll.optim.methods.base import MethodError
+from atoll.optim.state import dtensors
+from atoll.optim.state.parts import part_here
 
-PARTS = ("codes", "scale", "qmap")  # tensors of a quantized one
+TENSORS = ("codes", "scale", "qmap")  # of a quantized one
+BLOCK = 256  # values
+LEAST = 4096  # values of a tensor that has 8 bits; both numbers are the library's
 
 
 def adamw_8bit(groups: list[dict[str, Any]], *, lr: float, betas: tuple[float, float]) -> Optimizer:
@@ -49,6 +63,9 @@ def adamw_8bit(groups: list[dict[str, Any]], *, lr: float, betas: tuple[float, f
                     group["lr"] = rate
             return loss
 
+        def _new_buffer(self, p: Tensor, signed: bool) -> Any:  # noqa: ANN401 - the library's
+            return super()._new_buffer(p, signed) if _is_in_blocks(p) else torch.zeros_like(p)
+
         def state_dict(self) -> dict[str, Any]:
             state: dict[str, Any] = super().state_dict()
             moments = {
@@ -71,15 +88,53 @@ def adamw_8bit(groups: list[dict[str, Any]], *, lr: float, betas: tuple[float, f
     return optimizer
 
 
+def shard_of(moment: Mapping[str, Any], param: Tensor) -> Any:  # noqa: ANN401 - as in a state
+    """Return this rank's shard of a moment, whose tensors are whole; all ranks call this."""
+    if not dtensors.is_dtensor(param):
+        return moment
+    codes, scale = moment["codes"], moment["scale"]
+    if not _is_in_blocks(param):
+        blocks = moment["qmap"][codes.int()].view(len(scale), -1) * scale.view(-1, 1)
+        values = torch.zeros_like(param)
+        dtensors.put_whole_(values, blocks.view(codes.shape))
+        return values
+    own = torch.zeros_like(param, dtype=codes.dtype)
+    dtensors.put_whole_(own, codes)
+    rows, width = dtensors.rows_here(param, 0), dtensors.inner_stride(param, 0)
+    start, stop = int(rows[0]) * width // BLOCK, (int(rows[-1]) + 1) * width // BLOCK
+    return {**moment, "codes": own, "scale": scale[start:stop]}
+
+
+def _is_in_blocks(param: Tensor) -> bool:
+    """Return whether all ranks have a shard that the library keeps in 8 bits."""
+    if not dtensors.is_dtensor(param):
+        return True  # the library decides
+    sizes = dtensors.sizes_by_rows(param)
+    return bool(sizes) and all(size >= LEAST and size % BLOCK == 0 for size in sizes)
+
+
 def _plain(value: Any, quantized: Any) -> Any:  # noqa: ANN401 - a tensor or what stands for one
-    if not isinstance(value, quantized):
+    local: Any = value.to_local() if dtensors.is_dtensor(value) else value
+    if not isinstance(local, quantized):
         return value
-    tensors = {name: getattr(value, name) for name in PARTS}
-    return tensors | {"signed": value.signed, "dtype": str(value.dtype).removeprefix("torch.")}
+    codes, scale = local.codes, local.scale
+    if dtensors.is_dtensor(value):
+        runs = dtensors.local_runs(value)
+        codes = part_here(codes.reshape(-1), runs, tuple(value.shape))
+        blocks = tuple((start // BLOCK, stop // BLOCK) for start, stop in runs)
+        scale = part_here(scale, blocks, (value.numel() // BLOCK,))
+    dtype = str(value.dtype).removeprefix("torch.")
+    tensors = dict(zip(TENSORS, (codes, scale, local.qmap), strict=True))
+    return tensors | {"signed": local.signed, "dtype": dtype}
 
 
 def _rebuilt(value: Any, quantized: Any) -> Any:  # noqa: ANN401 - as `_plain`
     if not isinstance(value, dict):
         return value
-    tensors = (value[name] for name in PARTS)
-    return quantized(*tensors, value["signed"], getattr(torch, value["dtype"]))
+    codes, scale, qmap = (value[name] for name in TENSORS)
+    signed, dtype = value["signed"], getattr(torch, value["dtype"])
+    if not dtensors.is_dtensor(codes):
+        return quantized(codes, scale, qmap, signed, dtype)
+    local = codes.to_local()
+    moment = quantized(local, scale.to(local.device), qmap.to(local.device), signed, dtype)
+    return dtensors.like(codes, moment)

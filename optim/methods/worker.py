@@ -362,10 +362,15 @@ class Worker(ABC):
         the top, those of others in "fragments". All ranks of a peer call this; the tensors are
         in what the first one gets, whole, so any number of ranks can load them.
         """
-        return self.places.gathered(self.share_dict())
+        state = self.places.gathered(self.share_dict())
+        # A method changes its own vectors in place; all others are replaced.
+        own = {name: state[name] for name in self._own_state()}
+        return state | {k: v.clone() if isinstance(v, Tensor) else v for k, v in own.items()}
 
     def share_dict(self) -> dict[str, Any]:
         """Return what `state_dict` does, of several ranks this one's share, in parts.
+
+        It is for use at once: training on changes some of it.
 
         If the reducer takes synced from a log that is stored, it is left out here, and local is
         stored as its drift, or not at all where it is synced. A window that is saved while it is
@@ -376,7 +381,8 @@ class Worker(ABC):
         first, *others = [
             self._window_state(index, whole=with_synced) for index in range(len(self._windows))
         ]
-        model, trained = self.model.state_dict(), self._trained() if saves_drift else ()
+        model = self.model.state_dict()
+        trained = self._names(trained=True) if saves_drift else ()
         return {
             "kind": type(self).__name__,
             "layout": self.layout.to_json(),
@@ -404,10 +410,10 @@ class Worker(ABC):
         # The log is already beyond what commits that came early will move.
         return bool(self._arrived) or not getattr(self.reducer, "recovers", False)
 
-    def _trained(self) -> set[str]:
-        """Return the names of the parameters that sync, as the model's state has them."""
+    def _names(self, *, trained: bool) -> set[str]:
+        """Return the names, as in the model's state, of parameters that sync or are frozen."""
         named = self.model.named_parameters(remove_duplicate=False)
-        return {name for name, param in named if param.requires_grad}
+        return {name for name, param in named if param.requires_grad is trained}
 
     def _drift(self, index: int) -> Tensor | TensorPart | None:
         """Return what local has more than synced; None if they are equal."""
@@ -475,6 +481,8 @@ class Worker(ABC):
     def load_shared(self, state: Mapping[str, Any]) -> None:
         """Go on where a state was taken that `Places.shared` has given to all ranks.
 
+        Frozen parameters that are not in it stay as they are.
+
         Raises:
             LayoutError: as `load_state_dict`.
         """
@@ -493,9 +501,9 @@ class Worker(ABC):
                 f"parameter that differs: {self.layout.difference(saved)}"
             )
         drifts = state.get("drift")
-        self.places.load_model(
-            self.model, state["model"], but=self._trained() if drifts is not None else ()
-        )
+        absent = self._names(trained=False) - set(state["model"])
+        but = absent | (self._names(trained=True) if drifts is not None else set())
+        self.places.load_model(self.model, state["model"], but=but)
         self.places.load_optimizer(self.inner, state["inner"])
         if "synced_N" in state:
             self._synced = self._cut(self.places.own(state["synced_N"]).clone())

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from atoll.optim import quantized
 from atoll.optim.methods import loops
 from atoll.optim.ranks.ranges import Range, ranges
 from atoll.optim.ranks.ranks import Message, Ranks
@@ -30,6 +31,7 @@ from atoll.optim.state.parts import (
     as_whole,
     expect_all,
     mapped,
+    part_here,
     parts_of,
 )
 from atoll.optim.state.places import Places, Rule
@@ -193,13 +195,12 @@ class RankPlaces(Places):
         return share
 
     def _share(self, node: Any, alike: bool) -> Any:  # noqa: ANN401 - a tree of anything
+        if isinstance(node, TensorPart):
+            return node
         if isinstance(node, Tensor):
             if dtensors.is_dtensor(node):
                 runs = dtensors.local_runs(node)
-                local = node.to_local().reshape(-1)
-                return TensorPart(
-                    values=local if runs else local[:0], runs=runs, shape=tuple(node.shape)
-                )
+                return part_here(node.to_local().reshape(-1), runs, tuple(node.shape))
             if alike and node.dim():
                 rank, size, numel = self._ranks.rank, self._ranks.size, node.numel()
                 start, stop = numel * rank // size, numel * (rank + 1) // size
@@ -306,17 +307,21 @@ class RankPlaces(Places):
         """Return an optimizer's state with this rank's shards of it."""
         params = [param for group in optimizer.param_groups for param in group["params"]]
         state = {
-            number: {
-                name: self._shard(value, params[number])
-                if isinstance(value, Tensor | TensorParts)
-                else value
-                for name, value in values.items()
-            }
+            number: {name: self._shard(value, params[number]) for name, value in values.items()}
             for number, values in saved["state"].items()
         }
         return {**saved, "state": state}
 
-    def _shard(self, saved: Tensor | TensorParts, param: Tensor) -> Tensor:
+    def _shard(self, saved: Any, param: Tensor) -> Any:  # noqa: ANN401 - as an optimizer has it
+        """Return this rank's shard of what belongs to a parameter."""
+        if isinstance(saved, Mapping):
+            whole = {
+                name: self._spread(value) if isinstance(value, Tensor | TensorParts) else value
+                for name, value in saved.items()
+            }
+            return quantized.shard_of(whole, param)
+        if not isinstance(saved, Tensor | TensorParts):
+            return saved
         values = self._spread(saved)
         is_count = values.dim() == 0 and param.dim() > 0
         if not dtensors.is_dtensor(param) or is_count:

@@ -49,11 +49,8 @@ def local_runs(tensor: DTensor) -> tuple[tuple[int, int], ...]:
     Raises:
         PlacementError: its ranks hold partial sums.
     """
-    from torch.distributed.tensor import DTensor, Replicate, Shard
-
     _expect_values(tensor)
-    mesh, everywhere = tensor.device_mesh, [Replicate()] * tensor.device_mesh.ndim
-    coordinate = mesh.get_coordinate()
+    coordinate = tensor.device_mesh.get_coordinate()
     if coordinate is None or any(
         place and placement.is_replicate()
         for place, placement in zip(coordinate, tensor.placements, strict=True)
@@ -62,17 +59,40 @@ def local_runs(tensor: DTensor) -> tuple[tuple[int, int], ...]:
     places_M = torch.zeros(1, dtype=torch.int64)
     inner, is_one_run = 1, True
     for dim in reversed(range(tensor.dim())):
-        # The rows of a dimension are cut as a vector of its length would be.
-        cuts = [Shard(0) if each.is_shard(dim) else Replicate() for each in tensor.placements]
-        every = torch.arange(tensor.shape[dim], device=tensor.to_local().device)
-        own = DTensor.from_local(every, mesh, everywhere, run_check=False)
-        rows = own.redistribute(mesh, cuts).to_local().cpu()
+        rows = rows_here(tensor, dim)
         if is_one_run and len(rows) == tensor.shape[dim]:
             inner *= len(rows)
             continue
         is_one_run = False
         places_M = (rows[:, None] * (inner_stride(tensor, dim) // inner) + places_M).flatten()
     return _runs_of(places_M, inner)
+
+
+def rows_here(tensor: DTensor, dim: int) -> Tensor:
+    """Return the places along a dimension of which this rank holds values, rising."""
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+
+    mesh = tensor.device_mesh
+    # The rows of a dimension are cut as a vector of its length would be.
+    cuts = [Shard(0) if each.is_shard(dim) else Replicate() for each in tensor.placements]
+    every = torch.arange(tensor.shape[dim], device=tensor.to_local().device)
+    own = DTensor.from_local(every, mesh, [Replicate()] * mesh.ndim, run_check=False)
+    return own.redistribute(mesh, cuts).to_local().cpu()
+
+
+def sizes_by_rows(tensor: DTensor) -> list[int]:
+    """Return how many values each shard has; none if it is cut otherwise than once, by rows."""
+    shape, mesh = tensor.shape, tensor.device_mesh
+    cuts = [
+        (mesh.size(dim), placement)
+        for dim, placement in enumerate(tensor.placements)
+        if not placement.is_replicate()
+    ]
+    if len(cuts) != 1 or not cuts[0][1].is_shard(0):
+        return []
+    (shards, _), (rows, *rest) = cuts[0], shape
+    most = -(-rows // shards)
+    return [max(0, min(most, rows - shard * most)) * math.prod(rest) for shard in range(shards)]
 
 
 def inner_stride(tensor: Tensor, dim: int) -> int:
@@ -112,6 +132,20 @@ def put_whole_(tensor: Tensor, values: Tensor) -> None:
         values.to(tensor.to_local().device), mesh, [Replicate()] * mesh.ndim, run_check=False
     )
     tensor.copy_(everywhere.redistribute(mesh, tensor.placements))
+
+
+def like(tensor: DTensor, local: Tensor) -> DTensor:
+    """Return a tensor that lies on its ranks as another one does, given this rank's shard."""
+    from torch.distributed.tensor import DTensor
+
+    return DTensor.from_local(
+        local,
+        tensor.device_mesh,
+        tensor.placements,
+        run_check=False,
+        shape=tensor.shape,
+        stride=tensor.stride(),
+    )
 
 
 def reshard(module: nn.Module) -> None:

@@ -55,6 +55,17 @@ class TensorParts:
         return self.parts[0][1].values.dtype
 
 
+def part_here(values: Tensor, runs: tuple[Run, ...], shape: tuple[int, ...]) -> TensorPart:
+    """Return the part of a tensor that this rank saves: no values if another rank has the same.
+
+    Args:
+        values: of this rank's shard, flat.
+        runs: of the tensor, as `dtensors.local_runs` returns them.
+        shape: of the tensor.
+    """
+    return TensorPart(values=values if runs else values[:0], runs=runs, shape=shape)
+
+
 def mapped(node: Any, function: Callable[[TensorPart], Any]) -> Any:  # noqa: ANN401 - a tree of anything
     """Return a tree in which `function` has replaced each part, from the first to the last."""
     if isinstance(node, TensorPart):

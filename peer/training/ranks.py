@@ -29,6 +29,7 @@ from atoll.peer.training.devices import Device
 from atoll.peer.training.machine import memory_total
 
 TRAIN_BYTES = 18  # a parameter: itself, gradient and AdamW's moments in fp32, a copy in bf16
+FROZEN_BYTES = 6  # a parameter that is not trained, as those beneath adapters: itself and the copy
 FIT_SHARE = 0.6  # of a device's memory; the rest is for activations
 
 
@@ -160,8 +161,7 @@ class SeveralRanks(OneRank):
         return f"{self.size} x {device}"
 
     def place(self, model: nn.Module, device: torch.device) -> nn.Module:
-        numel = sum(param.numel() for param in model.parameters())
-        self.is_cut = not self.agreed(fits(numel, device, ranks=ranks_here()))
+        self.is_cut = not self.agreed(fits(model, device, ranks=ranks_here()))
         return cut_over_ranks(model, device) if self.is_cut else model.to(device)
 
     def expect_backward(self, model: nn.Module, *, is_last: bool) -> None:
@@ -201,6 +201,7 @@ def held_out_loss(
     batches: Sequence[Tensor],
     ranks: OneRank,
     *,
+    sequences: int,
     between: Callable[[], object],
 ) -> float:
     """Return the mean loss of the synced parameters, with the model that is trained.
@@ -213,6 +214,7 @@ def held_out_loss(
         device: of the model.
         batches: int64 tokens `(B, T + 1)` each.
         ranks: of the worker.
+        sequences: that each device holds at once, the same on all ranks.
         between: called before each batch; an exception from it, on all ranks, ends this.
     """
     places, model = worker.places, worker.model
@@ -224,12 +226,18 @@ def held_out_loss(
         with torch.no_grad(), device.autocast():
             for first in range(0, len(batches), ranks.size):
                 between()
-                # Ranks with no batch left take the last one along: all of them gather parameters.
-                at = first + ranks.rank
-                tokens_BT = batches[min(at, len(batches) - 1)].to(device.device)
-                loss = models.loss_of(model, tokens_BT[:, :-1], tokens_BT[:, 1:])
-                if at < len(batches):
-                    sums += torch.stack((loss.cpu().double(), torch.ones((), dtype=torch.float64)))
+                group = batches[first : first + ranks.size]
+                own = group[ranks.rank : ranks.rank + 1]
+                parts = torch.split(own[0] if own else group[0], sequences)
+                passes = max(-(-len(batch) // sequences) for batch in group)
+                # Ranks with nothing left take some piece along: all of them gather parameters.
+                for number in range(passes):
+                    piece = parts[number % len(parts)]
+                    tokens_BT = device.put(piece)
+                    loss = models.loss_of(model, tokens_BT[:, :-1], tokens_BT[:, 1:])
+                    if own and number < len(parts):
+                        lost = float(loss) * len(piece)
+                        sums += torch.tensor([lost, len(piece)], dtype=torch.float64)
     finally:
         model.train()
         places.load_(model, local[0] if len(local) == 1 else vectors.cat(local))
@@ -237,11 +245,11 @@ def held_out_loss(
     return total / count
 
 
-def fits(numel: int, device: torch.device, *, ranks: int) -> bool:
-    """Return whether one device can train a whole model of so many parameters.
+def fits(model: nn.Module, device: torch.device, *, ranks: int) -> bool:
+    """Return whether one device can train a whole model.
 
     Args:
-        numel: parameters.
+        model: anywhere; only the sizes of its parameters count.
         device: of which one is a rank's own; ranks without one share the machine's memory.
         ranks: on this machine.
     """
@@ -249,7 +257,11 @@ def fits(numel: int, device: torch.device, *, ranks: int) -> bool:
         total_bytes = torch.cuda.get_device_properties(device).total_memory
     else:
         total_bytes = memory_total() // ranks
-    return numel * TRAIN_BYTES <= FIT_SHARE * total_bytes
+    needed_bytes = sum(
+        param.numel() * (TRAIN_BYTES if param.requires_grad else FROZEN_BYTES)
+        for param in model.parameters()
+    )
+    return needed_bytes <= FIT_SHARE * total_bytes
 
 
 def ranks_here() -> int:

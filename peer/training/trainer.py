@@ -39,6 +39,7 @@ from atoll.coordinator.run.spec import RunSpec
 from atoll.optim import schedules
 from atoll.optim.methods.base import Method
 from atoll.optim.methods.worker import Worker, WorkerStatistics
+from atoll.optim.ranks import RanksError
 from atoll.optim.reducer import Commit, Contribution, Reducer, Settle
 from atoll.optim.state.layout import Fragment, Layout, LayoutError
 from atoll.optim.state.places import Places
@@ -512,7 +513,14 @@ class Trainer:
         assert self.corpus is not None  # a whole model needs text
         if self._ranks.size > 1:
             texts = validation(self.spec, self.corpus, batches)
-            return held_out_loss(self.worker, self.device, texts, self._ranks, between=between)
+            return held_out_loss(
+                self.worker,
+                self.device,
+                texts,
+                self._ranks,
+                sequences=self.learner.fit.sequences,
+                between=between,
+            )
         if self._evaluator is None or self._evaluator.num_batches != batches:
             self._evaluator = Evaluator(
                 self.learner.model,
@@ -528,7 +536,9 @@ class Trainer:
 
         Frozen parameters are left out: they are the model's from the beginning.
         """
-        worker, frozen = self.worker.share_dict(), self._frozen()
+        worker = self.worker.share_dict()
+        named = self.learner.model.named_parameters(remove_duplicate=False)
+        frozen = {name for name, param in named if not param.requires_grad}
         worker["model"] = {k: v for k, v in worker["model"].items() if k not in frozen}
         stream = self._stream.state_dict() if self._stream is not None else {}
         streams = self._ranks.gathered(stream)
@@ -552,6 +562,7 @@ class Trainer:
 
         Raises:
             SavedStateError: the state belongs to another peer or model.
+            RanksError: a rank was lost meanwhile.
         """
         if state["peer_id"] != self.options.peer_id:
             raise SavedStateError(
@@ -565,10 +576,11 @@ class Trainer:
         self._progress = TrainerCounters(**(state["progress"] | ({} if exact else here)))
         try:
             if exact:
-                whole = {**state["worker"]["model"], **self._frozen()}
-                self.worker.load_shared({**state["worker"], "model": whole})
+                self.worker.load_shared(state["worker"])
             else:
                 self.worker.places.load_optimizer(self.learner.optimizer, state["worker"]["inner"])
+        except RanksError:
+            raise
         except (ValueError, KeyError, RuntimeError, TypeError) as error:
             self._progress = before
             raise SavedStateError(f"the saved state does not fit this model: {error}") from error
@@ -578,10 +590,6 @@ class Trainer:
         valid_loss, valid_position = state["valid"]
         self._recent.clear()
         self._publish(valid_loss=valid_loss, valid_position=valid_position)
-
-    def _frozen(self) -> dict[str, Tensor]:
-        named = self.learner.model.named_parameters(remove_duplicate=False)
-        return {name: param.detach() for name, param in named if not param.requires_grad}
 
     def save(self, path: Path) -> None:
         """Write the state to a file, atomically; training stands still meanwhile.

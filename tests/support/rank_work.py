@@ -26,13 +26,15 @@ from atoll.optim.ranks import RankReducer, Ranks, RanksError
 from atoll.optim.ranks.placing import RankPlaces
 from atoll.optim.ranks.residuals import RemoteResidual
 from atoll.optim.reduction.contribution import Feedback
-from atoll.optim.state.dtensors import PlacementError, local_runs, put_whole_
+from atoll.optim.state.dtensors import PlacementError, local_runs, put_whole_, whole
 from atoll.optim.state.layout import Layout
 from atoll.peer.errors import DeviceError, SavedStateError
 from atoll.peer.training import models
 from atoll.peer.training.data import load as data
+from atoll.peer.training.digests import with_digests
 from atoll.peer.training.fit import Fit
 from atoll.peer.training.learner import StartSmaller
+from atoll.peer.training.permission import Allowed
 from atoll.peer.training.ranks import OneRank, SeveralRanks
 from atoll.peer.training.shards import Saver
 from atoll.peer.training.trainer import Trainer, TrainerOptions
@@ -367,7 +369,7 @@ def rank_that_dies(victim: int, folder: Path) -> None:
     ours = Peer(group.method, RankReducer(ranks, lambda: group.member(0)), model_of(8))
     ours.step([torch.zeros_like(param) for param in ours.model.parameters()])
     if ranks.rank == victim:
-        os.kill(os.getpid(), signal.SIGKILL)
+        die()
     with pytest.raises(RanksError, match="lost"):
         ours.step([torch.zeros_like(param) for param in ours.model.parameters()])
     (folder / str(ranks.rank)).touch()
@@ -441,16 +443,21 @@ def lets_run_out_of_memory(patch: pytest.MonkeyPatch, holds: int) -> None:
 
 @contextmanager
 def trainer_on_ranks(
-    folder: Path, *, cut: bool, **inner: object
+    folder: Path, *, cut: bool, model: dict[str, object] | None = None, **inner: object
 ) -> Iterator[tuple[SeveralRanks, Trainer, pytest.MonkeyPatch]]:
     """A trainer of these ranks, with its state in a folder."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("atoll.peer.training.ranks.fits", lambda *_, **__: not cut)
         ranks = SeveralRanks(Ranks(timeout_s=60))
         spec = spec_to_train().model_dump(mode="json")
-        spec = RunSpec.from_dict(spec | {"inner": spec["inner"] | inner})
+        spec |= {"inner": spec["inner"] | inner} | ({"model": model} if model else {})
+        spec = with_digests(RunSpec.from_dict(spec), None)
         options = TrainerOptions(
-            peer_id="one", device="cpu", ranks=ranks, state_path=folder / "trainer.safetensors"
+            peer_id="one",
+            device="cpu",
+            ranks=ranks,
+            state_path=folder / "trainer.safetensors",
+            allowed=Allowed.everything_in(spec),
         )
         reducer = RankReducer(ranks.ranks, member_alone)
         yield ranks, Trainer(spec, reducer, options, corpus=corpus_to_train()), patch
@@ -518,6 +525,106 @@ def scaled_trainers(folder: Path) -> None:
             assert ranks.gathered(params_N.tolist())[1:] == [params_N.tolist()] * ranks.leads
 
 
+WIDE = {"overrides": {"dim": 64, "num_layers": 2, "num_heads": 2, "ffn_dim": 96}}
+"""A model of which some shards are large enough to have moments of 8 bits."""
+
+
+def moments_of_8_bits(folder: Path) -> None:
+    """Resume to the bit from moments of 8 bits, whole on each rank or cut; leave the last ones."""
+    for cut in (False, True):
+        with trainer_on_ranks(folder, cut=cut, model=WIDE, state="8bit") as (ranks, trainer, _):
+            layout, model = trainer.worker.layout, trainer.learner.model
+            for _ in range(4):
+                trainer.step()
+            trainer.save(folder / "trainer.safetensors")
+            ranks.all_of(True)
+            saved = trainer.worker.state_dict()
+            trainer.step()
+            next_N = layout.flatten(model)
+            trainer.load(folder / "trainer.safetensors")
+            again = trainer.worker.state_dict()
+            trainer.step()
+            assert torch.equal(layout.flatten(model), next_N)
+            if ranks.leads:
+                compare(saved["inner"], again["inner"])
+                assert set(kinds_of_moments(again["inner"])) == {dict, torch.Tensor}
+                torch.save(saved["inner"], folder / "inner.pt")
+
+
+def resume_moments_of_8_bits(folder: Path) -> None:
+    """Have the same moments on another number of ranks, where other tensors can have 8 bits."""
+    with trainer_on_ranks(folder, cut=True, model=WIDE, state="8bit") as (ranks, trainer, _):
+        trainer.load(folder / "trainer.safetensors")
+        state = trainer.worker.state_dict()["inner"]
+        trainer.step()
+        if ranks.leads:
+            before = loaded(folder / "inner.pt")
+            compare(in_float(before), in_float(state))
+            kinds, others = kinds_of_moments(before), kinds_of_moments(state)
+            assert dict in others and others != kinds
+
+
+def adapters_on_ranks(folder: Path) -> None:
+    """Resume to the bit where only adapters are trained, on a model that is whole or cut."""
+    lora = {"rank": 2, "targets": ["qkv", "out", "gate_up"]}
+    model = {"init": str(folder / "base"), "lora": lora}
+    for cut in (False, True):
+        with trainer_on_ranks(folder, cut=cut, model=model) as (ranks, trainer, _):
+            frozen = {
+                name: whole(param).clone()
+                for name, param in trainer.learner.model.named_parameters()
+                if not param.requires_grad
+            }
+            for _ in range(4):
+                trainer.step()
+            trainer.save(folder / "trainer.safetensors")
+            ranks.all_of(True)
+            expected = trainer.evaluate(batches=3)
+            trainer.step()
+            next_N = trainer.worker.layout.flatten(trainer.learner.model)
+            trainer.load(folder / "trainer.safetensors")
+            assert trainer.evaluate(batches=3) == expected
+            trainer.step()
+            assert torch.equal(trainer.worker.layout.flatten(trainer.learner.model), next_N)
+            for name, param in trainer.learner.model.named_parameters():
+                if name in frozen:
+                    assert torch.equal(whole(param), frozen[name])
+
+
+def rank_lost_while_loading(folder: Path) -> None:
+    """End where a rank dies while all load their state, instead of going on without it."""
+    with trainer_on_ranks(folder, cut=False) as (ranks, trainer, patch):
+        trainer.step()
+        trainer.save(folder / "trainer.safetensors")
+        if ranks.rank == 1:
+            patch.setattr(trainer.worker.places, "load_optimizer", die)
+        with pytest.raises(RanksError, match="lost"):
+            trainer.load(folder / "trainer.safetensors")
+
+
+def die(*_: object) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def kinds_of_moments(inner: dict) -> list[type]:
+    return [type(each["exp_avg"]) for each in inner["state"].values()]
+
+
+def in_float(inner: dict) -> dict:
+    """The moments of an optimizer's state as they are computed with."""
+
+    def value_of(moment: object) -> object:
+        if not isinstance(moment, dict):
+            return moment
+        values = moment["qmap"][moment["codes"].int()].view(len(moment["scale"]), -1)
+        return (values * moment["scale"].view(-1, 1)).view(moment["codes"].shape)
+
+    return {
+        number: {name: value_of(value) for name, value in each.items()}
+        for number, each in inner["state"].items()
+    }
+
+
 def trainers_on_two_hosts(folder: Path) -> None:
     """Cut the model over the two ranks of each host, and copy it from host to host."""
     os.environ["LOCAL_WORLD_SIZE"] = "2"
@@ -573,6 +680,14 @@ def trainers_on_ranks(folder: Path) -> None:
                 trainer.step()
             before_N = trainer.worker.layout.flatten(trainer.learner.model)
             losses.append(trainer.evaluate(batches=5))  # not a multiple of the ranks
+            trainer.learner.use(Fit(sequences=1))
+            sizes: list[int] = []
+            hook = trainer.learner.model.register_forward_hook(
+                lambda module, given, out, sizes=sizes: sizes.append(len(given[0]))
+            )
+            assert trainer.evaluate(batches=5) == pytest.approx(losses[-1], rel=1e-6)
+            assert sizes == [1] * 2 * 3, "the device holds no whole batch; all make as many passes"
+            hook.remove()
             after_N = trainer.worker.layout.flatten(trainer.learner.model)
             assert torch.equal(before_N, after_N), "what was trained comes back after validation"
             ends.append(after_N)

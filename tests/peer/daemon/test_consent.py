@@ -6,8 +6,10 @@ import os
 import pty
 import shutil
 import stat
+import sys
 import threading
 import time
+from dataclasses import replace
 from types import SimpleNamespace
 
 import psutil
@@ -31,7 +33,7 @@ from atoll.peer.daemon.consent import (
     request_of,
     round_bytes,
 )
-from atoll.peer.errors import DataError, ModelError
+from atoll.peer.errors import DataError, ExtraMissing, ModelError
 from atoll.peer.lab import plan
 from atoll.peer.paths import PeerPaths
 from atoll.peer.training.permission import Allowed, with_own_files
@@ -134,6 +136,15 @@ def test_a_machine_too_small_for_its_stage_is_told_which_and_to_ask_for_more(
     assert "stage-2 of the run" in str(refused.value)
     assert ("more stages" in str(refused.value)) is (lacks != "disk")
     assert "--gpus" not in str(refused.value)  # one process trains a stage
+
+
+def test_a_run_in_8_bits_is_refused_where_their_package_is_missing(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "torchao.optim", None)
+    owner, run = Owner(tmp_path), terms_of(inner={"state": "8bit"})
+    with pytest.raises(ExtraMissing, match=r"needs the package 'torchao'.*pip install torchao"):
+        owner.admit(run)
+    assert owner.asked == 0
+    owner.admit(replace(run, is_keeper=True))  # which trains nothing
 
 
 def test_a_state_on_the_disk_fits_where_one_in_memory_does_not(tmp_path, monkeypatch):

@@ -211,7 +211,7 @@ def test_the_traffic_bounds_what_the_plan_predicts(method, codec):
     )
     layout = Layout.of(plan.bare_model(spec))
     method = spec.method()
-    fragments = plan.fragments_of(method, layout)
+    fragments = plan.sizes_of(method, layout)
     predicted = sum(plan.sent_bytes(method, fragment, 4) for fragment in fragments)
     assert predicted <= 1.01 * round_bytes(spec, layout)
     assert round_bytes(spec, layout) <= 2.1 * predicted

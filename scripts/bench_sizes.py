@@ -147,7 +147,8 @@ class Measured:
         if name == "coordinator":
             kept = plan.coordinator_disk + self.rounds * plan.coordinator_disk_a_round
             return plan.coordinator_memory - self.state_on_disk * plan.coordinator_state, kept
-        return plan.peer_memory - self.state_on_disk * plan.peer_state, plan.peer_disk
+        memory = plan.host_memory(on_gpu=False)
+        return memory - self.state_on_disk * plan.peer_state, plan.peer_disk
 
     def held_bytes(self, name: str, tiny: Process) -> int:
         """Return the memory of a process that the plan is compared with."""

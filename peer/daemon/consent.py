@@ -135,8 +135,9 @@ def request_of(
         f"tokenizer: {_sent_tokenizer(spec) if is_sent else _tokenizer(own)}",
         f"method: {spec.outer.method}, {spec.outer.inner_steps} steps a round",
         *filter(None, [spec.unbounded]),
-        f"memory: about {size(needs.peer_memory)}, of which a GPU takes "
-        f"{size(needs.inner_memory)}, and that of the model's activations",
+        f"memory: about {size(needs.host_memory(on_gpu=False))}; with a GPU about "
+        f"{size(needs.host_memory(on_gpu=True))}, and {size(needs.gpu_memory)} of its own, at "
+        f"least {size(needs.gpu_memory_least)}",
         *_mapped(needs, state_on_disk=state_on_disk),
         f"disk: about {size(needs.peer_disk)}, and {size(needs.peer_disk_free)} free beside it",
         f"traffic: about {size(traffic)} each way per round of {spec.outer.inner_steps} steps; "
@@ -204,15 +205,15 @@ def expect_room(
         NoRoom: it needs more memory than there is, or more disk than is free or its own by now.
     """
     mapped = needs.peer_state if state_on_disk else 0
-    on_gpu = 0 if gpu_bytes is None else needs.inner_memory
-    if gpu_bytes is not None and on_gpu + GPU_PROCESS_BYTES > gpu_bytes:
+    least = needs.gpu_memory_least + GPU_PROCESS_BYTES
+    if gpu_bytes is not None and least > gpu_bytes:
         raise NoRoom(
-            f"model, gradients and inner optimizer of the run take {size(on_gpu)} of GPU memory, "
-            f"activations not counted, and there are {size(gpu_bytes)}; train on more GPUs with "
-            "--gpus all, or on the processor with --device cpu, or ask the organiser for a smaller "
-            'model or inner.state = "8bit"'
+            f"the run takes at least {size(least)} of GPU memory, for model, gradients, inner "
+            f"optimizer and one sequence at a time, and there are {size(gpu_bytes)}; train on more "
+            "GPUs with --gpus all, or on the processor with --device cpu, or ask the organiser for "
+            'a smaller model or inner.state = "8bit"'
         )
-    memory, there = needs.peer_memory - on_gpu - mapped, memory_total()
+    memory, there = needs.host_memory(on_gpu=gpu_bytes is not None) - mapped, memory_total()
     if memory > there:
         fits = not mapped and memory - needs.peer_state <= there
         remedy = "keep the outer state in files with --outer-state disk" if fits else ""

@@ -576,7 +576,7 @@ def joined_run(spec: RunSpec, layout: Layout, position: int) -> str:
     return (
         f"run {spec.run.name}: {model} with {count(layout.numel)} parameters{here}, "
         f"{spec.outer.method} of {spec.outer.inner_steps} steps, data {spec.data.source}, "
-        f"{rounds}; needs about {size(needs.peer_memory)} of memory and "
+        f"{rounds}; needs about {size(needs.host_memory(on_gpu=False))} of memory and "
         f"{size(needs.peer_disk)} of disk"
     )
 

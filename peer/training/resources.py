@@ -1,7 +1,8 @@
 """Memory and disk that a run needs on a peer's machine and on the coordinator's.
 
-Counted are the model-sized vectors, files and bodies that exist at once; scripts/bench_sizes.py
-compares that with what processes take (docs/benchmarks/sizes.md). Activations are not counted.
+Counted are the model-sized vectors, files and bodies that exist at once, and the activations of
+built-in models (`atoll.peer.training.activations`); scripts/bench_sizes.py compares that with what
+processes take (docs/benchmarks/sizes.md).
 
 # N parameters that are trained, S positions between two snapshots
 """
@@ -19,6 +20,7 @@ from atoll.optim.inner import muon_groups
 from atoll.optim.log.store import KEPT_SNAPSHOTS
 from atoll.optim.methods.base import Method
 from atoll.optim.state.layout import Layout
+from atoll.peer.training.activations import Step, step_of
 
 LEDGER_SNAPSHOTS = 2  # that a coordinator keeps beside the first state, which stays everywhere
 # In memory: own frames, those of others that wait for the group, the body of the entry, and one
@@ -75,9 +77,17 @@ class Resources:
     """Bytes that a run needs of its machines at the peak."""
 
     peer_memory: int
-    """Host memory of a peer that trains on its processor."""
+    """Host memory of a peer that trains on its processor, in a round."""
     inner_memory: int
     """Model, gradients and inner state in it: on the GPU of a peer that has one."""
+    step_memory: int
+    """Host memory of a peer that trains on its processor, in an inner step with all sequences of a
+    micro-batch."""
+    gpu_memory: int
+    """Memory of a GPU in the same step."""
+    gpu_memory_least: int
+    """The same for one sequence at a time, recomputed. Activations of other models than built-in
+    ones are not counted."""
     peer_state: int
     """The common state and an update in it: with `--outer-state disk` in files instead."""
     coordinator_memory: int
@@ -92,6 +102,12 @@ class Resources:
     coordinator_disk_free: int
     coordinator_disk_a_round: int
     """Added by each round: the coordinator keeps every update."""
+
+    def host_memory(self, *, on_gpu: bool) -> int:
+        """Return the host memory of a peer at the peak, of steps and rounds."""
+        if on_gpu:
+            return self.peer_memory - self.inner_memory
+        return max(self.peer_memory, self.step_memory)
 
 
 def resources(
@@ -110,9 +126,13 @@ def resources(
     # A peer keeps the updates since the oldest of its snapshots, whatever its budget says.
     needed = KEPT_SNAPSHOTS * every * sum(bodies) // len(bodies)
     checkpoints = max(1, spec.coordinator.keep_checkpoints)
+    on_gpu = step_of(spec, weights.layout, half=True)
     return Resources(
         peer_memory=memory_bytes(method, weights, peers=peers, bodies=bodies),
         inner_memory=inner_bytes(weights),
+        step_memory=step_bytes(spec, method, weights, peers=peers, bodies=bodies),
+        gpu_memory=inner_bytes(weights) + _activation_bytes(spec, on_gpu),
+        gpu_memory_least=inner_bytes(weights) + (0 if on_gpu is None else on_gpu.least.more_bytes),
         peer_state=mapped_bytes(method, weights.layout),
         coordinator_memory=ledger_bytes(method, weights.layout, peers=peers, bodies=bodies),
         coordinator_state=state + _beside(method, weights.layout),
@@ -144,6 +164,25 @@ def memory_bytes(method: Method, weights: Weights, *, peers: int, bodies: Sequen
     frames = (peers if method.reduction == "gather" else PEER_BODIES) * sum(bodies)
     vector_bytes = round(FP32 * numel * vectors) + state + beside
     return PEER_PROCESS_BYTES + inner_bytes(weights) + vector_bytes + frames
+
+
+def step_bytes(
+    spec: RunSpec, method: Method, weights: Weights, *, peers: int, bodies: Sequence[int]
+) -> int:
+    """Return the bytes of a peer in an inner step on its processor, rounds beside it included."""
+    activations = _activation_bytes(spec, step_of(spec, weights.layout, half=False))
+    if method.hidden_steps(1):
+        return activations + memory_bytes(method, weights, peers=peers, bodies=bodies)
+    vectors = method.window_vectors + (1 if method.residual > 0 else 0)
+    kept = state_bytes(method, weights.layout) + FP32 * vectors * weights.layout.numel
+    return PEER_PROCESS_BYTES + inner_bytes(weights) + kept + activations
+
+
+def _activation_bytes(spec: RunSpec, step: Step | None) -> int:
+    """Return what a pass takes beside gradients; 0 if that is not known."""
+    if step is None:
+        return 0
+    return step.bytes if spec.inner.grad_accumulation > 1 else step.more_bytes
 
 
 def ledger_bytes(method: Method, layout: Layout, *, peers: int, bodies: Sequence[int]) -> int:

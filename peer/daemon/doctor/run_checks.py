@@ -140,10 +140,10 @@ def room_finding(needs: Resources, folder: Path) -> Finding:
     except NoRoom as error:
         fact, _, remedy = str(error).partition("; ")
         return problem("room", fact, remedy)
-    disk = needs.peer_disk + needs.peer_disk_free
+    disk, memory = needs.peer_disk + needs.peer_disk_free, needs.host_memory(on_gpu=False)
     return ok(
         "room",
-        f"the run needs {size(needs.peer_memory)} of memory, of which --outer-state disk moves "
+        f"the run needs {size(memory)} of memory, of which --outer-state disk moves "
         f"{size(needs.peer_state)} to files, and {size(disk)} of disk",
     )
 

@@ -60,6 +60,13 @@ def add_parser(subparsers: Subparsers) -> None:
     )
     add_speed(parser)
     parser.add_argument(
+        "--ranks",
+        type=int,
+        default=1,
+        metavar="N",
+        help="Processes that train as one peer on a machine, as --gpus starts them (default: 1).",
+    )
+    parser.add_argument(
         "--all", action="store_true", help="List every method with every window length."
     )
     parser.add_argument("--json", action="store_true", help="Print one line of JSON.")
@@ -103,6 +110,7 @@ def run(args: argparse.Namespace) -> int:
         return _run_staged(args, spec)
     setting = setting_of(args, spec)
     model = bare_model(spec)
+    needs = needed(spec, model, setting.peers, ranks=args.ranks)
     windows = windows_of(spec, model)
     inner_steps = windows.mean_window(spec.run.rounds)
     at = partial(advice.options, model, setting, step_tokens=spec.step_tokens)
@@ -118,7 +126,7 @@ def run(args: argparse.Namespace) -> int:
     shown = known if args.all else at(windows=(inner_steps,))
     if args.json:
         told = _told(args, setting, model, mine, shown, chosen)
-        print_json(told | {"needs": asdict(needed(spec, model, setting.peers))})
+        print_json(told | {"needs": asdict(needs)})
         return 0
     print(_heading(args, spec, setting, model))
     if spec.outer.windows == "qsr":
@@ -128,7 +136,7 @@ def run(args: argparse.Namespace) -> int:
     for line in table([mine, *shown]):
         print(line)
     print(LEGEND)
-    print(_needs(needed(spec, model, setting.peers)))
+    print(_needs(needs))
     if spec.unbounded:
         print(spec.unbounded)
     for line in advice.ALONE if setting.peers == 1 else advice.reasons(chosen, known):

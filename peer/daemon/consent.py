@@ -108,6 +108,7 @@ def request_of(
     tokenizer: str | None = None,
     is_keeper: bool = False,
     state_on_disk: bool = False,
+    ranks: int = 1,
 ) -> Request:
     """Return what a run asks for, as the owner reads it.
 
@@ -119,13 +120,14 @@ def request_of(
         tokenizer: the owner's own tokenizer.
         is_keeper: whether this machine leads and votes instead of training.
         state_on_disk: whether its owner wants the outer state in files.
+        ranks: processes on this machine that train as one peer.
     """
     if is_keeper:
         return _request_of_keeper(spec, layout)
     own = with_own_files(spec, data=data, tokenizer=tokenizer)
     is_sent = tokenizer is None and spec.data.tokenizer_bytes is not None
     rounds = f"{spec.run.rounds} rounds" if spec.run.rounds else "until the organiser stops it"
-    traffic, needs = round_bytes(spec, layout), needs_of(spec, layout)
+    traffic, needs = round_bytes(spec, layout), needs_of(spec, layout, ranks=ranks)
     lines = (
         "the run asks this machine for the following:",
         f"run: {spec.run.name}, {rounds}",
@@ -174,8 +176,14 @@ def _flow_of(module: str) -> tuple[str, ...]:
     )
 
 
-def needs_of(spec: RunSpec, layout: Layout) -> Resources:
-    """Return the memory and disk that a run needs, by what its spec and layout say."""
+def needs_of(spec: RunSpec, layout: Layout, *, ranks: int = 1) -> Resources:
+    """Return the memory and disk that a run needs, by what its spec and layout say.
+
+    Args:
+        spec: of the run.
+        layout: of its model.
+        ranks: processes on this machine that train as one peer.
+    """
     method = spec.method()
     with torch.device("meta"):  # index tensors of a large model take no memory
         fragments = method.fragments(layout)
@@ -186,7 +194,7 @@ def needs_of(spec: RunSpec, layout: Layout) -> Resources:
         frozen=_params_beneath(spec),
     )
     bodies = [cells_of(method, fragment).max_body_bytes(1) for fragment in fragments]
-    return resources(spec, method, weights, peers=spec.planned_members, bodies=bodies)
+    return resources(spec, method, weights, peers=spec.planned_members, bodies=bodies, ranks=ranks)
 
 
 def expect_room(
@@ -350,6 +358,8 @@ class Consent:
     """the outer state is kept in files"""
     gpu_bytes: int | None = None
     """memory of the GPUs that train together; None if the processor trains"""
+    ranks: int = 1
+    """processes on this machine that train as this peer"""
     yes: bool = False
     """the owner has said yes in advance"""
     ask: Ask | None = None
@@ -415,7 +425,7 @@ class Consent:
             extra("tokenizers", "the run's tokenizer")
         else:
             self._expect_params(spec, terms)  # the owner is shown this
-        needs = needs_of(spec, terms.layout)
+        needs = needs_of(spec, terms.layout, ranks=self.ranks)
         expect_room(
             needs, self.paths.root, state_on_disk=self.state_on_disk, gpu_bytes=self.gpu_bytes
         )
@@ -433,6 +443,7 @@ class Consent:
             tokenizer=self.tokenizer,
             is_keeper=terms.is_keeper,
             state_on_disk=self.state_on_disk,
+            ranks=self.ranks,
         )
         if self._kept_digest() == request.digest:
             return

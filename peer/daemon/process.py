@@ -44,7 +44,7 @@ from atoll.peer.paths import PeerPaths
 from atoll.peer.training.devices import gpu_memory
 from atoll.peer.training.opening import first_state, slices_of, stage_needs
 from atoll.peer.training.permission import Allowed, with_own_files
-from atoll.peer.training.ranks import OneRank, SeveralRanks
+from atoll.peer.training.ranks import OneRank, SeveralRanks, ranks_here
 from atoll.peer.training.stage_learner import StageLearner
 from atoll.peer.training.trainer import StageSeat, Trainer, TrainerOptions
 
@@ -240,6 +240,7 @@ def _open(options: RunOptions, narrator: Narrator, stop: Stop, ask: Ask | None) 
         paths=PeerPaths(root=options.peer.state_dir),
         state_on_disk=options.peer.state_on_disk,
         gpu_bytes=gpu_memory(options.device, ranks=options.ranks.size),
+        ranks=ranks_here() if options.ranks.size > 1 else 1,
         run_id=options.peer.invite.run_id,
         allowed=options.allowed,
         data=options.data,

@@ -337,12 +337,24 @@ def _late_s(setting: Setting) -> float:
     return setting.late_steps * setting.step_s if setting.peers > 1 else 0.0
 
 
-def needed(spec: RunSpec, model: nn.Module, peers: int) -> Resources:
-    """Return the memory and disk that a run needs of each machine."""
+def needed(spec: RunSpec, model: nn.Module, peers: int, *, ranks: int = 1) -> Resources:
+    """Return the memory and disk that a run needs of each machine.
+
+    Args:
+        spec: of the run.
+        model: of the run, which may be on the meta device.
+        peers: members of a round.
+        ranks: processes that train as one peer, on one machine.
+
+    Raises:
+        PlanError: there is no such number of ranks.
+    """
+    if ranks < 1:
+        raise PlanError(f"expected at least one rank, got {ranks}")
     method = spec.method()
     bodies = [fragment.body_bytes for fragment in sizes_of(method, Layout.of(model))]
     weights = Weights.of(method, model, spec.inner)
-    return resources(spec, method, weights, peers=peers, bodies=bodies)
+    return resources(spec, method, weights, peers=peers, bodies=bodies, ranks=ranks)
 
 
 def windows_of(spec: RunSpec, model: nn.Module) -> Timetable:

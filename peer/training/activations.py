@@ -33,7 +33,7 @@ QKV, GATE_UP = "attention.qkv.weight", "ffn.gate_up.weight"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Shape:
+class DecoderShape:
     """The shape of a built-in model, as far as it counts here."""
 
     num_layers: int
@@ -49,7 +49,7 @@ class Shape:
     """Values of the matrices."""
 
     @classmethod
-    def of(cls, layout: Layout) -> Shape | None:
+    def of(cls, layout: Layout) -> DecoderShape | None:
         """Return the shape of a whole built-in model; None if the layout is of another one."""
         shapes = dict(zip(layout.names, layout.shapes, strict=True))
         qkv = [shape for name, shape in shapes.items() if name.endswith(QKV)]
@@ -71,10 +71,10 @@ class Shape:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Step:
+class StepPass:
     """The pass of some sequences through a model, forward and backward."""
 
-    shape: Shape
+    shape: DecoderShape
     sequences: int
     seq_len: int
     recompute: bool = False
@@ -103,7 +103,7 @@ class Step:
         return max(self.bytes - gradients, self._block_bytes + self._backward_bytes)
 
     @property
-    def least(self) -> Step:
+    def least(self) -> StepPass:
         """Return the pass of one sequence whose activations are recomputed."""
         return replace(self, sequences=1, recompute=True)
 
@@ -153,7 +153,7 @@ class Step:
         return 2 * self._value * shape.ffn_dim * self._rows + waiting
 
 
-def step_of(spec: RunSpec, layout: Layout, *, half: bool) -> Step | None:
+def step_of(spec: RunSpec, layout: Layout, *, half: bool) -> StepPass | None:
     """Return the pass of a run's micro-batch; None if its model is not a whole built-in one.
 
     Args:
@@ -161,10 +161,10 @@ def step_of(spec: RunSpec, layout: Layout, *, half: bool) -> Step | None:
         layout: of the model.
         half: whether products are in bfloat16 or float16, as on a GPU.
     """
-    shape = None if spec.topology.stages > 1 else Shape.of(layout)
+    shape = None if spec.topology.stages > 1 else DecoderShape.of(layout)
     if shape is None:
         return None
-    return Step(
+    return StepPass(
         shape=shape,
         sequences=spec.inner.batch_size,
         seq_len=spec.data.seq_len,

@@ -1,55 +1,21 @@
 """What a step is said to take, against the tensors that live in one on the CPU."""
 
 import contextlib
-import weakref
 from dataclasses import replace
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from atoll.coordinator.run.spec import RunSpec
 from atoll.optim.state.layout import Layout
 from atoll.peer.lab.plan import bare_model, needed
 from atoll.peer.training import models
-from atoll.peer.training.activations import Shape, Step, step_of
+from atoll.peer.training.activations import DecoderShape, StepPass, step_of
 from atoll.peer.training.models import Decoder, preset
+from support.live_memory import Live
 
 NEAR = 0.1
 SEQ_LENS = (128, 512)
-
-
-class Live(TorchDispatchMode):
-    """Counts the bytes of all storages that operations make, while they live."""
-
-    def __init__(self, *known: torch.Tensor) -> None:
-        super().__init__()
-        self._seen: dict[int, weakref.ref[torch.UntypedStorage]] = {}
-        for tensor in known:
-            self._add(tensor)
-        self.now = self.peak = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        for leaf in tree_leaves(result):
-            if isinstance(leaf, torch.Tensor):
-                self._add(leaf)
-        return result
-
-    def _add(self, tensor):
-        storage = tensor.untyped_storage()
-        key, size = id(storage), storage.nbytes()
-        if key in self._seen:
-            return
-        self.now = getattr(self, "now", 0) + size
-        self.peak = max(getattr(self, "peak", 0), self.now)
-
-        def gone(_):
-            self.now -= size
-            del self._seen[key]
-
-        self._seen[key] = weakref.ref(storage, gone)
 
 
 def peak_bytes(config, step, *, gradients):
@@ -76,8 +42,8 @@ def step_for(name="mini", sequences=2, seq_len=128, vocab_size=256, **fields):
     overrides = fields.pop("overrides", {})
     config = preset(name, overrides, vocab_size=vocab_size, seq_len=seq_len)
     with torch.device("meta"):
-        shape = Shape.of(Layout.of(Decoder(config)))
-    return config, Step(shape=shape, sequences=sequences, seq_len=seq_len, **fields)
+        shape = DecoderShape.of(Layout.of(Decoder(config)))
+    return config, StepPass(shape=shape, sequences=sequences, seq_len=seq_len, **fields)
 
 
 @pytest.mark.parametrize("seq_len", SEQ_LENS)
@@ -134,8 +100,8 @@ def test_one_recomputed_sequence_is_the_least():
 def test_only_whole_built_in_models_are_known():
     spec = RunSpec()
     layout = Layout.of(bare_model(spec))
-    assert step_of(spec, layout, half=True) == Step(
-        shape=Shape.of(layout),
+    assert step_of(spec, layout, half=True) == StepPass(
+        shape=DecoderShape.of(layout),
         sequences=spec.inner.batch_size,
         seq_len=spec.data.seq_len,
         half=True,

@@ -7,17 +7,21 @@
     ./scripts/bench sizes --rerun --sizes 30m --method "diloco(state=bf16)" --outer-state disk
 
 A coordinator and peers run as people start them, on this machine and its CPUs. Memory is the peak
-of a process (`VmHWM`) less that of the same process with the tiny model, divided by the parameters
-that it has more; a peer's figure is also given without its model, gradients and inner state, which
-are on the GPU of a peer that has one (16 bytes a parameter with AdamW). The peak counts pages of
-mapped files, which the system takes back if it needs them; "anon" is without them, and "file" they
-alone, each the largest of samples every 0.1 s, so they need not add up to the peak. With
-`--outer-state disk` the plan is compared with "anon" and the libraries' pages. `p2pd` is a process
-of its own. Seconds of phases are those that the peers report, means over the rounds after the first
-three, as are the bytes that a peer sends, which the kernel counts. Processor seconds are of a
-process over its whole life, divided by the rounds. Memory, disk and bytes are compared with what
-`atoll plan` says before the run, whose disk is that of a run of many rounds. The
-pieces are timed in one thread, each beside a copy of the bytes that it reads.
+of what they would take alone on their machines: memory that the processes of a peer share counts
+once, and pages of files, libraries above all, count whole although all processes here share them.
+It is given less that of the same process with the tiny model, divided by the parameters that it has
+more; a peer's figure is also given without its model, gradients and inner state, which are on the
+GPU of a peer that has one (16 bytes a parameter with AdamW). The system takes pages of files back
+if it needs them; "anon" is without them, and "file" they alone, each the largest of samples, so
+they need not add up to the peak. With `--ranks` each peer is so many processes, each with a copy of
+the model, as `--gpus` starts them.
+
+With `--outer-state disk` the plan is compared with "anon" and the libraries' pages. `p2pd` is a
+process of its own. Seconds of phases are those that the peers report, means over the rounds after
+the first three, as are the bytes that a peer sends, which the kernel counts. Processor seconds are
+of a process over its whole life, divided by the rounds. Memory, disk and bytes are compared with
+what `atoll plan` says before the run, whose disk is that of a run of many rounds. The pieces are
+timed in one thread, each beside a copy of the bytes that it reads.
 """
 
 import argparse
@@ -29,7 +33,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -67,16 +71,23 @@ INNER_BYTES = 16  # a parameter: model, gradients, AdamW's two moments
 CHECKPOINTS = 2  # of a run, and kept
 WARM_ROUNDS = 3  # the first rounds include imports, the first state and measurements of the line
 POLL_S = 0.1
+FILES_S = 2.0  # libraries hardly change, and a look at all mappings takes 20 ms a process
 REPEATS = 3
+
+LAUNCH = """
+import sys
+from atoll.peer.daemon.launching import launch
+sys.exit(launch(sys.argv[2:], int(sys.argv[1]), on_event=print))
+"""
 
 Facts = dict[str, Any]
 
 
 @dataclass
 class Process:
-    """Peaks of a process with its network process, if it has one, and those of its p2pd.
+    """Peaks of a process with those that belong to it, alone on a machine, and of its p2pd.
 
-    What two processes share counts once: each has its proportional part of a page.
+    Memory that they share with each other counts once.
     """
 
     peak_bytes: int = 0
@@ -86,6 +97,8 @@ class Process:
     """The largest sample of pages of files: libraries, and an outer state that is mapped."""
     p2pd_bytes: int = 0
     cpu_s: float = 0.0
+    files_at_s: float = -math.inf
+    """When pages of files were counted; that takes some time."""
 
     def sample(self, pid: int) -> None:
         """Read what the kernel knows of a live process."""
@@ -102,11 +115,48 @@ class Process:
                 times = psutil.Process(each).cpu_times()
                 cpu_s += times.user + times.system
             self.cpu_s = max(self.cpu_s, cpu_s)
+            if time.monotonic() > self.files_at_s + FILES_S:
+                self.files_at_s = time.monotonic()
+                self.file_bytes = max(self.file_bytes, file_bytes(ours))
             found = [memory(each, "smaps_rollup") for each in ours]
-            whole, of_files = (sum(each.get(n, 0) for each in found) for n in ("Pss", "Pss_File"))
-            self.peak_bytes = max(self.peak_bytes, whole)
-            self.file_bytes = max(self.file_bytes, of_files)
-            self.anonymous_bytes = max(self.anonymous_bytes, whole - of_files)
+            anonymous = sum(each.get("Pss", 0) - each.get("Pss_File", 0) for each in found)
+            self.anonymous_bytes = max(self.anonymous_bytes, anonymous)
+            self.peak_bytes = max(self.peak_bytes, anonymous + self.file_bytes)
+
+
+def file_bytes(pids: Sequence[int]) -> int:
+    """Return the bytes of files that some processes have in memory.
+
+    Of each file those of the process that has the most: they mostly have the same pages.
+    """
+    most = dict[str, int]()
+    for pid in pids:
+        for path, size in mapped_files(pid).items():
+            most[path] = max(size, most.get(path, 0))
+    return sum(most.values())
+
+
+def mapped_files(pid: int) -> dict[str, int]:
+    """Return the bytes of each file that a process has in memory, by path."""
+    try:
+        lines = Path(f"/proc/{pid}/smaps").read_text().splitlines()
+    except OSError:
+        return {}
+    found, path = dict[str, int](), ""
+    for line in lines:
+        name, _, value = line.partition(":")
+        if "-" in name:  # addresses, permissions, offset, device, inode, path
+            fields = line.split(maxsplit=5)
+            path = fields[5] if fields[4] != "0" and not is_memory(fields[5]) else ""
+        elif path and name in ("Rss", "Anonymous"):
+            size = 1024 * int(value.split()[0])
+            found[path] = found.get(path, 0) + (size if name == "Rss" else -size)
+    return found
+
+
+def is_memory(path: str) -> bool:
+    """Return whether a mapped file is memory that processes share."""
+    return path.startswith(("/memfd:", "/dev/shm/", "/SYSV"))
 
 
 def memory(pid: int, table: str) -> dict[str, int]:
@@ -147,7 +197,8 @@ class Measured:
         if name == "coordinator":
             kept = plan.coordinator_disk + self.rounds * plan.coordinator_disk_a_round
             return plan.coordinator_memory - self.state_on_disk * plan.coordinator_state, kept
-        return plan.peer_memory - self.state_on_disk * plan.peer_state, plan.peer_disk
+        memory = plan.host_memory(on_gpu=False)
+        return memory - self.state_on_disk * plan.peer_state, plan.peer_disk
 
     def held_bytes(self, name: str, tiny: Process) -> int:
         """Return the memory of a process that the plan is compared with."""
@@ -178,10 +229,12 @@ class Processes:
         self.running: dict[str, subprocess.Popen[bytes]] = {}
         self.seen: dict[str, Process] = {}
 
-    def start(self, name: str, *command: str) -> None:
-        """Start `atoll ...`."""
+    def start(self, name: str, *command: str, ranks: int = 1) -> None:
+        """Start `atoll ...`, or so many ranks of it."""
+        program = ["-m", "atoll.peer.cli.main"] if ranks == 1 else ["-c", LAUNCH, str(ranks)]
+        options = ["--stop-with-stdin"] if ranks == 1 else []  # a launcher's ranks end with it
         self.running[name] = subprocess.Popen(
-            [sys.executable, "-m", "atoll.peer.cli.main", *command, "--stop-with-stdin"],
+            [sys.executable, *program, *command, *options],
             stdin=subprocess.PIPE,
             stdout=self._log,
             stderr=self._log,
@@ -245,7 +298,7 @@ def measure(size: str, options: argparse.Namespace, log: IO[bytes]) -> Measured:
             run.start(
                 name, "peer", invite, "--state-dir", name, "--name", name, "--device", "cpu",
                 *("--listen", "/ip4/127.0.0.1/tcp/0", "--yes", "--json"),
-                *("--outer-state", options.outer_state),
+                *("--outer-state", options.outer_state), ranks=options.ranks,
             )  # fmt: skip
         status = watch(run, names, invite, options.timeout)
         disk_bytes = {name: folder_bytes(folder / name) for name in run.seen}
@@ -263,7 +316,7 @@ def measure(size: str, options: argparse.Namespace, log: IO[bytes]) -> Measured:
         sent_bytes=statistics.mean(row.wire_bytes for row in warm) / options.peers,
         planned_sent_bytes=planned_bytes(spec, model, options.peers),
         disk_bytes=disk_bytes,
-        planned=needed(spec, model, options.peers),
+        planned=needed(spec, model, options.peers, ranks=options.ranks),
         state_on_disk=options.outer_state == "disk",
     )
 
@@ -464,6 +517,7 @@ def parser() -> argparse.ArgumentParser:
         help="place of the outer state in all processes (default %(default)s)",
     )
     add("--peers", type=int, default=2, help="number of peers (default %(default)s)")
+    add("--ranks", type=int, default=1, help="processes that train as one peer (default 1)")
     add("--rounds", type=int, default=12, help="rounds of a run (default %(default)s)")
     add("--inner-steps", type=int, default=2, help="inner steps per window (default %(default)s)")
     add("--piece-params", type=int, default=10_000_000, help="parameters of the timed pieces")
@@ -498,6 +552,7 @@ def main() -> int:
             "method": options.method,
             "outer_state": options.outer_state,
             "peers": options.peers,
+            "ranks": options.ranks,
             "rows": rows,
         }
         if options.save:

@@ -307,20 +307,18 @@ class RankReducer(Reducer):
         found = self._ranks.gather(
             Message(
                 tensors=[
-                    torch.frombuffer(bytearray(b"".join(own.frames)), dtype=torch.uint8)
-                    if own.frames
-                    else torch.empty(0, dtype=torch.uint8),
+                    _joined(own.frames),
                     torch.tensor([len(frame) for frame in own.frames], dtype=torch.int64),
                     torch.tensor(own.squares, dtype=torch.float64),
                 ]
             )
         )
         frames, squares = list[bytes](), list[float]()
-        for message in found:
-            joined, lengths, some = message.tensors
-            data, at = joined.numpy().tobytes(), 0
+        while found:  # the frames of a rank are copied once, and then its message goes
+            joined, lengths, some = found.pop(0).tensors
+            data, at = joined.numpy().data, 0
             for length in lengths.tolist():
-                frames.append(data[at : at + length])
+                frames.append(bytes(data[at : at + length]))
                 at += length
             squares += some.tolist()
         return Offer(weight=own.weight, frames=tuple(frames), squares=tuple(squares), after_N=None)
@@ -406,6 +404,12 @@ class RankReducer(Reducer):
     def _needs_update(self) -> bool:
         """Return whether losses are measured against the update that all peers apply."""
         return self.method.reduction == "low-rank"
+
+
+def _joined(frames: Sequence[bytes]) -> Tensor:
+    """Return bytes one after another, copied once."""
+    data = bytearray().join(frames)
+    return torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
 
 
 def _residuals_in(node: Any) -> Iterator[Tensor | TensorParts]:  # noqa: ANN401 - a tree of anything

@@ -742,9 +742,16 @@ def decode_batch(
 def _named(
     layout: Layout, cut: Callable[[Dims], Sequence[Dims]], indices: Sequence[int] | None = None
 ) -> tuple[Piece, ...]:
-    """Cut some tensors, all by default, into pieces that know their names."""
-    chosen = range(len(layout.names)) if indices is None else indices
-    return tuple(Piece(dims, layout.names[i]) for i in chosen for dims in cut(layout.shapes[i]))
+    """Cut some tensors, all by default, into pieces that know their names.
+
+    Equal pieces of a tensor are one object: a model of 70B has a million of them.
+    """
+    pieces = list[Piece]()
+    for index in range(len(layout.names)) if indices is None else indices:
+        dims = cut(layout.shapes[index])
+        named = {each: Piece(each, layout.names[index]) for each in set(dims)}
+        pieces += map(named.__getitem__, dims)
+    return tuple(pieces)
 
 
 def _by_rows(shape: Dims) -> list[Dims]:

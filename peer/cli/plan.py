@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 WIDTH = 80  # columns
 NAME_WIDTH = 25  # so that a row fits into 80 columns; longer names get a line of their own
 LEGEND = """
-MB: sent per window. lost: time per window without computing. GB RAM: peak,
-without activations and libraries (these take about 500 MB). to ddp: loss above
+MB: sent per window. lost: time per window without computing. GB RAM: peak of
+a round on the processor, without activations. to ddp: loss above
 data parallel at equal steps; same time: loss above data parallel that never
 waits, at equal time, by which the advice chooses.
 """
@@ -59,6 +59,13 @@ def add_parser(subparsers: Subparsers) -> None:
         help="Per-peer bandwidth in Mbit/s, each way.",
     )
     add_speed(parser)
+    parser.add_argument(
+        "--ranks",
+        type=int,
+        default=1,
+        metavar="N",
+        help="Processes that train as one peer on a machine, as --gpus starts them (default: 1).",
+    )
     parser.add_argument(
         "--all", action="store_true", help="List every method with every window length."
     )
@@ -103,6 +110,7 @@ def run(args: argparse.Namespace) -> int:
         return _run_staged(args, spec)
     setting = setting_of(args, spec)
     model = bare_model(spec)
+    needs = needed(spec, model, setting.peers, ranks=args.ranks)
     windows = windows_of(spec, model)
     inner_steps = windows.mean_window(spec.run.rounds)
     at = partial(advice.options, model, setting, step_tokens=spec.step_tokens)
@@ -118,7 +126,7 @@ def run(args: argparse.Namespace) -> int:
     shown = known if args.all else at(windows=(inner_steps,))
     if args.json:
         told = _told(args, setting, model, mine, shown, chosen)
-        print_json(told | {"needs": asdict(needed(spec, model, setting.peers))})
+        print_json(told | {"needs": asdict(needs)})
         return 0
     print(_heading(args, spec, setting, model))
     if spec.outer.windows == "qsr":
@@ -128,7 +136,7 @@ def run(args: argparse.Namespace) -> int:
     for line in table([mine, *shown]):
         print(line)
     print(LEGEND)
-    print(_needs(needed(spec, model, setting.peers)))
+    print(_needs(needs))
     if spec.unbounded:
         print(spec.unbounded)
     for line in advice.ALONE if setting.peers == 1 else advice.reasons(chosen, known):
@@ -280,9 +288,12 @@ def _params(model: Any) -> int:  # noqa: ANN401 - a module
 def _needs(needs: "Resources") -> str:
     """Return what the run needs of each machine."""
     gb = {name: f"{count / 1e9:.3g} GB" for name, count in asdict(needs).items()}
+    on_cpu, on_host = (f"{needs.host_memory(on_gpu=gpu) / 1e9:.3g} GB" for gpu in (False, True))
     text = (
-        f"A peer needs {gb['peer_memory']} of memory at the peak ({gb['inner_memory']} of that "
-        f"on its GPU if it has one) and {gb['peer_disk']} of disk, with {gb['peer_disk_free']} "
+        f"A peer that trains on its processor needs {on_cpu} of memory at the peak. With a GPU it "
+        f"needs {gb['gpu_memory']} there, or at least {gb['gpu_memory_least']} with one sequence "
+        f"at a time and activations recomputed, and {on_host} of memory. It needs "
+        f"{gb['peer_disk']} of disk, with {gb['peer_disk_free']} "
         f"free beside them. The coordinator needs {gb['coordinator_memory']} of memory and "
         f"{gb['coordinator_disk']} of disk, with {gb['coordinator_disk_free']} free, and "
         f"{gb['coordinator_disk_a_round']} more disk a round. With --outer-state disk, "

@@ -108,6 +108,7 @@ def request_of(
     tokenizer: str | None = None,
     is_keeper: bool = False,
     state_on_disk: bool = False,
+    ranks: int = 1,
 ) -> Request:
     """Return what a run asks for, as the owner reads it.
 
@@ -119,13 +120,14 @@ def request_of(
         tokenizer: the owner's own tokenizer.
         is_keeper: whether this machine leads and votes instead of training.
         state_on_disk: whether its owner wants the outer state in files.
+        ranks: processes on this machine that train as one peer.
     """
     if is_keeper:
         return _request_of_keeper(spec, layout)
     own = with_own_files(spec, data=data, tokenizer=tokenizer)
     is_sent = tokenizer is None and spec.data.tokenizer_bytes is not None
     rounds = f"{spec.run.rounds} rounds" if spec.run.rounds else "until the organiser stops it"
-    traffic, needs = round_bytes(spec, layout), needs_of(spec, layout)
+    traffic, needs = round_bytes(spec, layout), needs_of(spec, layout, ranks=ranks)
     lines = (
         "the run asks this machine for the following:",
         f"run: {spec.run.name}, {rounds}",
@@ -135,8 +137,9 @@ def request_of(
         f"tokenizer: {_sent_tokenizer(spec) if is_sent else _tokenizer(own)}",
         f"method: {spec.outer.method}, {spec.outer.inner_steps} steps a round",
         *filter(None, [spec.unbounded]),
-        f"memory: about {size(needs.peer_memory)}, of which a GPU takes "
-        f"{size(needs.inner_memory)}, and that of the model's activations",
+        f"memory: about {size(needs.host_memory(on_gpu=False))}; with a GPU about "
+        f"{size(needs.host_memory(on_gpu=True))}, and {size(needs.gpu_memory)} of its own, at "
+        f"least {size(needs.gpu_memory_least)}",
         *_mapped(needs, state_on_disk=state_on_disk),
         f"disk: about {size(needs.peer_disk)}, and {size(needs.peer_disk_free)} free beside it",
         f"traffic: about {size(traffic)} each way per round of {spec.outer.inner_steps} steps; "
@@ -173,8 +176,14 @@ def _flow_of(module: str) -> tuple[str, ...]:
     )
 
 
-def needs_of(spec: RunSpec, layout: Layout) -> Resources:
-    """Return the memory and disk that a run needs, by what its spec and layout say."""
+def needs_of(spec: RunSpec, layout: Layout, *, ranks: int = 1) -> Resources:
+    """Return the memory and disk that a run needs, by what its spec and layout say.
+
+    Args:
+        spec: of the run.
+        layout: of its model.
+        ranks: processes on this machine that train as one peer.
+    """
     method = spec.method()
     with torch.device("meta"):  # index tensors of a large model take no memory
         fragments = method.fragments(layout)
@@ -185,7 +194,7 @@ def needs_of(spec: RunSpec, layout: Layout) -> Resources:
         frozen=_params_beneath(spec),
     )
     bodies = [cells_of(method, fragment).max_body_bytes(1) for fragment in fragments]
-    return resources(spec, method, weights, peers=spec.planned_members, bodies=bodies)
+    return resources(spec, method, weights, peers=spec.planned_members, bodies=bodies, ranks=ranks)
 
 
 def expect_room(
@@ -213,15 +222,15 @@ def expect_room(
     if module != WHOLE:  # which one process trains
         what, smaller, gpus = f"{module} of the run", "more stages, which are smaller", ""
     mapped = needs.peer_state if state_on_disk else 0
-    on_gpu = 0 if gpu_bytes is None else needs.inner_memory
-    if gpu_bytes is not None and on_gpu + GPU_PROCESS_BYTES > gpu_bytes:
+    least = needs.gpu_memory_least + GPU_PROCESS_BYTES
+    if gpu_bytes is not None and least > gpu_bytes:
         raise NoRoom(
-            f"model, gradients and inner optimizer of {what} take {size(on_gpu)} of GPU memory, "
-            f"activations not counted, and there are {size(gpu_bytes)}; train {gpus}on the "
-            f"processor with --device cpu, or ask the organiser for {smaller}, or "
+            f"{what} takes at least {size(least)} of GPU memory, for model, gradients, inner "
+            f"optimizer and one sequence at a time, and there are {size(gpu_bytes)}; train {gpus}"
+            f"on the processor with --device cpu, or ask the organiser for {smaller}, or "
             'inner.state = "8bit"'
         )
-    memory, there = needs.peer_memory - on_gpu - mapped, memory_total()
+    memory, there = needs.host_memory(on_gpu=gpu_bytes is not None) - mapped, memory_total()
     if memory > there:
         fits = not mapped and memory - needs.peer_state <= there
         remedy = "keep the outer state in files with --outer-state disk" if fits else ""
@@ -358,6 +367,8 @@ class Consent:
     """the outer state is kept in files"""
     gpu_bytes: int | None = None
     """memory of the GPUs that train together; None if the processor trains"""
+    ranks: int = 1
+    """processes on this machine that train as this peer"""
     yes: bool = False
     """the owner has said yes in advance"""
     ask: Ask | None = None
@@ -425,7 +436,7 @@ class Consent:
             extra("tokenizers", "the run's tokenizer")
         else:
             self._expect_params(spec, terms)  # the owner is shown this
-        needs = needs_of(spec, terms.layout)
+        needs = needs_of(spec, terms.layout, ranks=self.ranks)
         expect_room(
             needs,
             self.paths.root,
@@ -447,6 +458,7 @@ class Consent:
             tokenizer=self.tokenizer,
             is_keeper=terms.is_keeper,
             state_on_disk=self.state_on_disk,
+            ranks=self.ranks,
         )
         if self._kept_digest() == request.digest:
             return

@@ -45,7 +45,7 @@ from atoll.peer.paths import PeerPaths
 from atoll.peer.training.devices import gpu_memory
 from atoll.peer.training.opening import first_state, slices_of, stage_needs
 from atoll.peer.training.permission import Allowed, with_own_files
-from atoll.peer.training.ranks import OneRank, SeveralRanks
+from atoll.peer.training.ranks import OneRank, SeveralRanks, ranks_here
 from atoll.peer.training.stage_learner import StageLearner
 from atoll.peer.training.trainer import StageSeat, Trainer, TrainerOptions
 
@@ -241,6 +241,7 @@ def _open(options: RunOptions, narrator: Narrator, stop: Stop, ask: Ask | None) 
         paths=PeerPaths(root=options.peer.state_dir),
         state_on_disk=options.peer.state_on_disk,
         gpu_bytes=gpu_memory(options.device, ranks=options.ranks.size),
+        ranks=ranks_here() if options.ranks.size > 1 else 1,
         run_id=options.peer.invite.run_id,
         allowed=options.allowed,
         data=options.data,
@@ -591,7 +592,7 @@ def joined_run(spec: RunSpec, layout: Layout, position: int) -> str:
     return (
         f"run {spec.run.name}: {model} with {count(layout.numel)} parameters{here}, "
         f"{spec.outer.method} of {spec.outer.inner_steps} steps, data {spec.data.source}, "
-        f"{rounds}; needs about {size(needs.peer_memory)} of memory and "
+        f"{rounds}; needs about {size(needs.host_memory(on_gpu=False))} of memory and "
         f"{size(needs.peer_disk)} of disk"
     )
 

@@ -19,17 +19,18 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from atoll.compression import CodecError
 from atoll.dht.refusals import RefusalCode
 from atoll.dht.tasks import beside, together
 from atoll.dht.transport import PeerUnreachable, Refused, Stream, TransportError
-from atoll.optim.inprocess.gossip import Met, Side, decoded, handed_over, meet
-from atoll.optim.log.entry import MalformedRecord, sha256
-from atoll.optim.reduction.cells import LENGTH, Cells, UpdateError, pack
+from atoll.optim.inprocess.gossip import Met, Side, handed_over, meet
+from atoll.optim.log.entry import MalformedRecord
+from atoll.optim.reduction.cells import LENGTH, Cells, UpdateError, body_of
 from atoll.optim.reduction.contribution import WorkRefused, work_weight
+from atoll.optim.state import vectors as memory
+from atoll.optim.state.layout import encode_pieces
 from atoll.optim.state.outer_state import OuterState, is_finite
 from atoll.peer.gossip.context import GossipContext
 from atoll.peer.gossip.messages import (
@@ -88,6 +89,44 @@ class MeetingTimes:
     """Seconds of the step."""
 
 
+class OutgoingVectors:
+    """Encodes this side's vectors as they are sent, and holds what the other side decodes."""
+
+    def __init__(self, cells: Cells, vectors: Sequence[Tensor]) -> None:
+        """Send whole vectors of these chunks, one after the other."""
+        self._cells, self._vectors = cells, vectors
+        self._vector, self._cell = 0, 0  # the next to be encoded
+        self.decoded = [memory.empty(cells.numel) for _ in vectors]
+        self.wire_bytes = 0
+        self._hash = hashlib.sha256()
+
+    def encode(self) -> bytes:
+        """Return the next frames, each with its length; nothing after the last.
+
+        Raises:
+            CodecError: the vectors hold NaN or infinity.
+        """
+        if self._vector == len(self._vectors):
+            return b""
+        cells = self._cells
+        run, codec = next(cells.runs(self._cell, len(cells)))
+        values = self._vectors[self._vector][cells.values(run.start, run.stop)]
+        frames = encode_pieces(codec, values, cells.fragment.pieces[run.start : run.stop])
+        for index, frame in zip(run, frames, strict=True):
+            place = cells.values(index, index + 1)
+            self.decoded[self._vector][place] = cells.decode_sent(index, frame)
+        at_end = run.stop == len(cells)
+        self._vector, self._cell = (self._vector + 1, 0) if at_end else (self._vector, run.stop)
+        data = body_of(frames)
+        self._hash.update(data)
+        self.wire_bytes += len(data)
+        return data
+
+    def finish(self) -> VectorsSent:
+        """Return what tells the other side that this was all."""
+        return VectorsSent(wire_bytes=self.wire_bytes, digest=self._hash.digest())
+
+
 class IncomingVectors:
     """Checks and decodes the other side's vectors as they arrive."""
 
@@ -95,7 +134,7 @@ class IncomingVectors:
         """Expect `vectors` whole vectors of these chunks, one after the other."""
         self._cells = cells
         self._limits = [cells.max_sent_bytes(i) for i in range(len(cells))]
-        self._values = torch.empty(vectors, cells.numel)
+        self._values = [memory.empty(cells.numel) for _ in range(vectors)]
         self._due = vectors * len(cells)
         self._count = 0
         self._wire_bytes = 0
@@ -137,7 +176,7 @@ class IncomingVectors:
         values = self._cells.decode_sent(index, frame)
         if not is_finite(values):
             raise CodecError(f"chunk {index}: expected finite numbers, got NaN or infinity")
-        self._values[vector, self._cells.values(index, index + 1)] = values
+        self._values[vector][self._cells.values(index, index + 1)] = values
         self._count += 1
 
     def finish(self, sent: VectorsSent) -> Sequence[Tensor]:
@@ -152,7 +191,7 @@ class IncomingVectors:
                 f"expected {self._due} chunks with the announced digest, got {self._count} chunks "
                 "or another digest"
             )
-        return list(self._values)
+        return self._values
 
 
 class PartnerAhead(Refused):
@@ -179,6 +218,8 @@ class Meeting:
         self._stall_s = ctx.settings.stall_s
         self._lock = asyncio.Lock()
         self._theirs: Terms | None = None
+        self._bytes = 3 * ctx.cells.max_body_bytes(1)
+        """Of the most vectors that travel, at most."""
         self.times = MeetingTimes()
 
     # terms
@@ -260,7 +301,7 @@ class Meeting:
 
     def _deadline_s(self) -> float:
         rate = exchange_mbit_s(self._ctx.link.uplink_mbit_s, self._terms.uplink_mbit_s)
-        return round_deadline_s(3 * sum(self._ctx.cells.sizes), rate, self._stall_s)
+        return round_deadline_s(self._bytes, rate, self._stall_s)
 
     @property
     def _terms(self) -> Terms:
@@ -269,26 +310,43 @@ class Meeting:
         return self._theirs
 
     async def _send(self) -> Side:
-        mine, gives = self._mine, handed_over(self._mine.mass, self._terms.mass) > 0
-        before = self._ctx.now()
-        shown: tuple[Side, bytes] = await self._ctx.compute(show, self._ctx.cells, mine, gives)
-        self.times.encode_s = self._ctx.now() - before
-        side, data = shown
-        for start in range(0, len(data), PACED_BYTES):
-            await self._send_paced(data[start : start + PACED_BYTES], start)
-        digest = await self._ctx.compute(sha256, data)
-        await self._say(tagged(SENT, VectorsSent(wire_bytes=len(data), digest=digest)))
+        mine, state = self._mine, self._mine.state
+        vectors = [mine.window.delta_N, state.params_N]
+        # Its momentum travels with mass, because w (x + mu / (1 - mu) m) is conserved; without it,
+        # the giver's momentum would double.
+        if handed_over(mine.mass, self._terms.mass) > 0:
+            vectors.append(state.momentum_N)
+        outgoing = OutgoingVectors(self._ctx.cells, vectors)
+        while data := await self._encoded(outgoing):
+            await self._send_paced(data, outgoing.wire_bytes - len(data))
+        await self._say(tagged(SENT, outgoing.finish()))
         self.times.sent = self._ctx.now()
-        return side
+        delta_N, params_N, *momentum = outgoing.decoded
+        return Side(
+            delta_N=delta_N,
+            params_N=params_N,
+            momentum_N=momentum[0] if momentum else None,
+            mass=mine.mass,
+            weight=mine.window.weight,
+            steps=mine.window.steps,
+        )
 
-    async def _send_paced(self, message: bytes, number: int) -> None:
-        order = (self._mine.state.position, number)
-        turn = self._ctx.link.pacer.turn(len(message), order)
-        try:
-            await turn
-        finally:
-            turn.cancel()  # a future, not a task: gives its place in the pacer back
-        await self._say(CELL + message, timeout_s=self._deadline_s())
+    async def _encoded(self, outgoing: OutgoingVectors) -> bytes:
+        before = self._ctx.now()
+        data: bytes = await self._ctx.compute(outgoing.encode)
+        self.times.encode_s += self._ctx.now() - before
+        return data
+
+    async def _send_paced(self, data: bytes, number: int) -> None:
+        for start in range(0, len(data), PACED_BYTES):
+            message = data[start : start + PACED_BYTES]
+            order = (self._mine.state.position, number + start)
+            turn = self._ctx.link.pacer.turn(len(message), order)
+            try:
+                await turn
+            finally:
+                turn.cancel()  # a future, not a task: gives its place in the pacer back
+            await self._say(CELL + message, timeout_s=self._deadline_s())
 
     async def _receive(self) -> Side:
         terms = self._terms
@@ -375,34 +433,6 @@ def check_weight(ctx: GossipContext, terms: Terms) -> None:
     due = work_weight(terms.tokens, terms.steps, ctx.method.weights)
     if terms.weight not in (0.0, due):
         raise WorkRefused(f"expected a weight of {due} or 0, got {terms.weight}")
-
-
-def show(cells: Cells, mine: OwnSide, gives: bool) -> tuple[Side, bytes]:
-    """Return this side as the other one decodes it, and the bytes to send.
-
-    Args:
-        cells: chunks of the run's vectors.
-        mine: this side of the meeting.
-        gives: whether it hands over mass. Its momentum then travels too, because
-            w (x + mu / (1 - mu) m) is conserved; without it, the giver's momentum would double.
-    """
-    state = mine.state
-    packed: list[bytes] = []
-
-    def sent(vector_N: Tensor) -> Tensor:
-        frames = cells.encode(vector_N)
-        packed.extend(pack(frame) for frame in frames)
-        return decoded(cells, frames)
-
-    side = Side(
-        delta_N=sent(mine.window.delta_N),
-        params_N=sent(state.params_N),
-        momentum_N=sent(state.momentum_N) if gives else None,
-        mass=mine.mass,
-        weight=mine.window.weight,
-        steps=mine.window.steps,
-    )
-    return side, b"".join(packed)
 
 
 BROKEN = (TransportError, TimeoutError, MalformedRecord, UpdateError, CodecError, WorkRefused)

@@ -26,7 +26,7 @@ from atoll.optim.inner import NEWTON_SCHULZ_STEPS, muon_groups
 from atoll.optim.methods.base import Method
 from atoll.optim.state.layout import FragmentError, Layout
 from atoll.peer.lab.measured import GAP_BY_WINDOW, GAP_BY_WORKERS, METHODS, Measured
-from atoll.peer.lab.plan import Prediction, Setting, fragments_of, predict
+from atoll.peer.lab.plan import Prediction, Setting, predict, sizes_of
 from atoll.peer.lab.simulation_settings import RATE_SHARES
 
 PLAIN = "diloco"
@@ -217,7 +217,7 @@ def contenders() -> list[str]:
 def _fits(method: Method, model: nn.Module, inner_steps: int) -> bool:
     # The model needs enough blocks for the fragments, the window enough steps for the delay.
     try:
-        fragments_of(method, Layout.of(model))
+        sizes_of(method, Layout.of(model))
     except FragmentError:
         return False
     return method.hidden_steps(inner_steps) <= inner_steps

@@ -1,7 +1,7 @@
 """Predict the cost of a run before it starts: bytes, time, utilisation and memory of a method.
 
 Bytes are the lengths of the codecs' frames for the method's fragments, computed from the shapes of
-the model alone. Time is modelled:
+the model alone, for one chunk of each kind. Time is modelled:
 
     round  = trips rtt + max(bytes on the wire / rate, cpu / cores)
     cpu    = CPU_S_PER_ROUND + CPU_S_PER_CELL cells + CPU_S_PER_GB bytes on the wire + arithmetic
@@ -19,20 +19,23 @@ steps that need the processor at the same time as a round.
 # N parameters, F values of a fragment, H inner steps per window
 """
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 
 import torch
 from torch import nn
 
 from atoll.coordinator.run.spec import RunSpec
+from atoll.optim import methods
 from atoll.optim.log.entry import MAX_MEMBERS
 from atoll.optim.log.replica import cells_of
 from atoll.optim.methods.base import Method
-from atoll.optim.reduction.cells import LENGTH
+from atoll.optim.reduction.cells import LENGTH, Cells
 from atoll.optim.schedules import Timetable
-from atoll.optim.state.layout import Fragment, Layout, codec_of
+from atoll.optim.state.layout import Dims, Fragment, Layout, codec_of
 from atoll.peer.lab.work import timed
 from atoll.peer.training import models
 from atoll.peer.training.data import load as data
@@ -146,7 +149,7 @@ def predict(method: Method, model: nn.Module, setting: Setting, *, inner_steps: 
     """
     inner_steps = 1 if method.every_step else inner_steps
     layout = Layout.of(model)
-    fragments = fragments_of(method, layout)
+    fragments = sizes_of(method, layout)
     sent = [sent_bytes(method, fragment, setting.peers) for fragment in fragments]
     cpus_s = [cpu_s(method, f, size, setting) for f, size in zip(fragments, sent, strict=True)]
     rounds_s = [round_s(size, setting, cpu) for size, cpu in zip(sent, cpus_s, strict=True)]
@@ -170,7 +173,7 @@ def predict(method: Method, model: nn.Module, setting: Setting, *, inner_steps: 
             method,
             Weights.of(method, model),
             peers=setting.peers,
-            bodies=[body_bytes(method, fragment) for fragment in fragments],
+            bodies=[fragment.body_bytes for fragment in fragments],
         ),
     )
 
@@ -181,12 +184,76 @@ def fragments_of(method: Method, layout: Layout) -> tuple[Fragment, ...]:
         return method.fragments(layout)
 
 
-def body_bytes(method: Method, fragment: Fragment) -> int:
-    """Return the length of a fragment's frames; an upper bound if the codec's frames vary."""
-    return sum(codec_of(method.codec, dims).wire_bytes(dims) for dims in fragment.pieces)
+@dataclass(frozen=True, kw_only=True)
+class FragmentSize:
+    """The sizes of a fragment that count."""
+
+    numel: int
+    num_chunks: int
+    body_bytes: int
+    """Length of a member's frames; an upper bound if the codec's frames vary."""
+    chunks: tuple[tuple[Cells, int], ...]
+    """One chunk of each kind as it travels, and how many are equal; none in rounds of pairs."""
+
+    def up_bytes(self) -> int:
+        """Return what a member sends to the owners of all parts."""
+        alone = (replace(one, gathers=False, by_senders=False) for one, _ in self.chunks)
+        return sum(
+            one.max_body_bytes(1) * count
+            for one, (_, count) in zip(alone, self.chunks, strict=True)
+        )
+
+    def down_bytes(self, members: int) -> int:
+        """Return the length of the body of an update, which comes back."""
+        return sum(one.max_body_bytes(members) * count for one, count in self.chunks)
 
 
-def sent_bytes(method: Method, fragment: Fragment, peers: int) -> float:
+def sizes_of(method: Method, layout: Layout) -> tuple[FragmentSize, ...]:
+    """Return the sizes of the method's fragments, which are computed once per process.
+
+    Raises:
+        FragmentError: the model cannot be divided into the method's fragments.
+        CodecError: the codec cannot encode these shapes.
+    """
+    return _sizes(method.spec, layout)
+
+
+@cache
+def _sizes(spec: str, layout: Layout) -> tuple[FragmentSize, ...]:
+    method = methods.parse(spec)
+    return tuple(_size(method, fragment) for fragment in fragments_of(method, layout))
+
+
+def _size(method: Method, fragment: Fragment) -> FragmentSize:
+    counts, total = _counted(method, fragment), 0
+    chunks = list[tuple[Cells, int]]()
+    for dims, count in counts:
+        total += count * codec_of(method.codec, dims).wire_bytes(dims)
+        if method.reduction != "pairs":
+            one = Fragment(spans=((0, math.prod(dims)),), pieces=(dims,))
+            chunks.append((cells_of(method, one), count))
+    return FragmentSize(
+        numel=fragment.numel,
+        num_chunks=len(fragment.pieces),
+        body_bytes=total,
+        chunks=tuple(chunks),
+    )
+
+
+def _counted(method: Method, fragment: Fragment) -> list[tuple[Dims, int]]:
+    # Chunks of a shape and codec are as long as each other. A model of 70B has a million of a few
+    # kinds, mostly the same object many times in a row, which is found faster than an equal one.
+    counts = dict[tuple[str, Dims], int]()
+    kinds = dict[tuple[str, Dims], Dims]()
+    for _, run in itertools.groupby(fragment.pieces, key=id):
+        dims, *more = run
+        kind = codec_of(method.codec, dims).spec, dims
+        counts[kind] = counts.get(kind, 0) + 1 + len(more)
+        kinds[kind] = dims
+    return [(dims, counts[kind]) for kind, dims in kinds.items()]
+
+
+def sent_bytes(method: Method, fragment: FragmentSize, peers: int) -> float:
     """Return the payload that a peer sends for a fragment, on average over the peers.
 
     A peer sends its chunks to the owners of their parts and, as an owner, results to all others
@@ -195,29 +262,27 @@ def sent_bytes(method: Method, fragment: Fragment, peers: int) -> float:
     if peers == 1:
         return 0.0
     if method.reduction == "pairs":  # one of an odd number of peers has no partner
-        return 2 * body_bytes(method, fragment) * (peers - peers % 2) / peers
-    down = cells_of(method, fragment)
-    up = replace(down, gathers=False, by_senders=False)
-    both = up.max_body_bytes(1) + down.max_body_bytes(peers)
+        return 2 * fragment.body_bytes * (peers - peers % 2) / peers
+    both = fragment.up_bytes() + fragment.down_bytes(peers)
     if method.rank:  # two frames per chunk each way, each with its length
-        both += 2 * LENGTH.size * len(down)
+        both += 2 * LENGTH.size * fragment.num_chunks
     return both * (peers - 1) / peers
 
 
-def _copy_bytes(method: Method, fragments: Sequence[Fragment], peers: int) -> float:
+def _copy_bytes(method: Method, fragments: Sequence[FragmentSize], peers: int) -> float:
     # A peer's share of the updates that leaders send to the coordinator.
     if not method.logged:
         return 0.0
-    return sum(cells_of(method, f).max_body_bytes(peers) for f in fragments) / peers
+    return sum(fragment.down_bytes(peers) for fragment in fragments) / peers
 
 
-def cpu_s(method: Method, fragment: Fragment, sent: float, setting: Setting) -> float:
+def cpu_s(method: Method, fragment: FragmentSize, sent: float, setting: Setting) -> float:
     """Return the processor seconds that a peer needs in a round in which it sends `sent` bytes."""
     if setting.peers == 1:
         return 0.0
     streams_s = (
         CPU_S_PER_ROUND
-        + CPU_S_PER_CELL * len(fragment.pieces)
+        + CPU_S_PER_CELL * fragment.num_chunks
         + CPU_S_PER_GB * sent * WIRE_OVERHEAD / 1e9
         + CPU_SHARE_PACED * link_s(sent, setting)
     )
@@ -250,7 +315,7 @@ def _beside_s(method: Method) -> float:
 
 def _lost_s(
     method: Method,
-    fragments: Sequence[Fragment],
+    fragments: Sequence[FragmentSize],
     rounds_s: Sequence[float],
     setting: Setting,
     window_s: float,
@@ -272,17 +337,29 @@ def _late_s(setting: Setting) -> float:
     return setting.late_steps * setting.step_s if setting.peers > 1 else 0.0
 
 
-def needed(spec: RunSpec, model: nn.Module, peers: int) -> Resources:
-    """Return the memory and disk that a run needs of each machine."""
+def needed(spec: RunSpec, model: nn.Module, peers: int, *, ranks: int = 1) -> Resources:
+    """Return the memory and disk that a run needs of each machine.
+
+    Args:
+        spec: of the run.
+        model: of the run, which may be on the meta device.
+        peers: members of a round.
+        ranks: processes that train as one peer, on one machine.
+
+    Raises:
+        PlanError: there is no such number of ranks.
+    """
+    if ranks < 1:
+        raise PlanError(f"expected at least one rank, got {ranks}")
     method = spec.method()
-    bodies = [body_bytes(method, f) for f in fragments_of(method, Layout.of(model))]
+    bodies = [fragment.body_bytes for fragment in sizes_of(method, Layout.of(model))]
     weights = Weights.of(method, model, spec.inner)
-    return resources(spec, method, weights, peers=peers, bodies=bodies)
+    return resources(spec, method, weights, peers=peers, bodies=bodies, ranks=ranks)
 
 
 def windows_of(spec: RunSpec, model: nn.Module) -> Timetable:
     """Return the windows of a run by position, for the number of fragments of its method."""
-    return spec.timetable(len(fragments_of(spec.method(), Layout.of(model))))
+    return spec.timetable(len(sizes_of(spec.method(), Layout.of(model))))
 
 
 def bare_model(spec: RunSpec) -> nn.Module:

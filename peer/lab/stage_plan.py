@@ -27,7 +27,7 @@ from typing import Literal
 from atoll.coordinator.run.spec import RunSpec
 from atoll.optim.state.layout import Layout
 from atoll.peer.daemon.consent import needs_of
-from atoll.peer.lab.plan import WIRE_OVERHEAD, PlanError, Setting, fragments_of, sent_bytes
+from atoll.peer.lab.plan import WIRE_OVERHEAD, PlanError, Setting, sent_bytes, sizes_of
 from atoll.peer.pipeline.messages import tokens_bytes
 from atoll.peer.training.data import load as data
 from atoll.peer.training.opening import slices_of, stage_sizes, stage_slices
@@ -200,7 +200,7 @@ def link_bytes(spec: RunSpec, width: int) -> tuple[float, float]:
 def round_bytes(spec: RunSpec, layout: Layout, peers: int) -> int:
     """Return the payload that a peer of a stage sends in a window, on average."""
     method = spec.method()
-    return round(sum(sent_bytes(method, f, peers) for f in fragments_of(method, layout)))
+    return round(sum(sent_bytes(method, f, peers) for f in sizes_of(method, layout)))
 
 
 def _bytes_per_s(setting: Setting) -> float:

@@ -1,7 +1,8 @@
 """Memory and disk that a run needs on a peer's machine and on the coordinator's.
 
-Counted are the model-sized vectors, files and bodies that exist at once; scripts/bench_sizes.py
-compares that with what processes take (docs/benchmarks/sizes.md). Activations are not counted.
+Counted are the model-sized vectors, files and bodies that exist at once, and the activations of
+built-in models (`atoll.peer.training.activations`); scripts/bench_sizes.py compares that with what
+processes take (docs/benchmarks/sizes.md).
 
 # N parameters that are trained, S positions between two snapshots
 """
@@ -19,17 +20,25 @@ from atoll.optim.inner import muon_groups
 from atoll.optim.log.store import KEPT_SNAPSHOTS
 from atoll.optim.methods.base import Method
 from atoll.optim.state.layout import Layout
+from atoll.peer.training.activations import StepPass, step_of
 
 LEDGER_SNAPSHOTS = 2  # that a coordinator keeps beside the first state, which stays everywhere
 # In memory: own frames, those of others that wait for the group, the body of the entry, and one
 # before that still goes to the coordinator.
 PEER_BODIES = 4
+# By gossip: the window's result, what both sides decode of each other, and six within the step:
+# the mean weights, the mean pseudo-gradient, both of them joined (2), and the next state (2).
+MEETING_VECTORS = 1 + 2 * 2 + 6
 LEDGER_BODIES = 2  # of an entry that is applied, and of the next one that comes meanwhile
 FP32 = 4  # bytes of a value
 # Measured with the smallest model, libraries included, which other processes may share. A peer's
 # network process takes 190 MB of it, as far as it shares nothing with the trainer's.
 PEER_PROCESS_BYTES = 780 * 10**6
 LEDGER_PROCESS_BYTES = 400 * 10**6
+# Of each further process that trains as the same peer, whose libraries are shared, and of the one
+# that starts and watches them.
+RANK_PROCESS_BYTES = 290 * 10**6
+LAUNCHER_PROCESS_BYTES = 180 * 10**6
 GPU_PROCESS_BYTES = 500 * 10**6  # of a GPU: CUDA's context, and what its libraries work in
 
 
@@ -75,9 +84,17 @@ class Resources:
     """Bytes that a run needs of its machines at the peak."""
 
     peer_memory: int
-    """Host memory of a peer that trains on its processor."""
+    """Host memory of a peer that trains on its processor, in a round."""
     inner_memory: int
-    """Model, gradients and inner state in it: on the GPU of a peer that has one."""
+    """Models, gradients and inner state in it: on the GPUs of a peer that has some."""
+    step_memory: int
+    """Host memory of a peer that trains on its processor, in an inner step with all sequences of a
+    micro-batch."""
+    gpu_memory: int
+    """Memory of a GPU in the same step."""
+    gpu_memory_least: int
+    """The same for one sequence at a time, recomputed. Activations of other models than built-in
+    ones are not counted."""
     peer_state: int
     """The common state and an update in it: with `--outer-state disk` in files instead."""
     coordinator_memory: int
@@ -93,9 +110,21 @@ class Resources:
     coordinator_disk_a_round: int
     """Added by each round: the coordinator keeps every update."""
 
+    def host_memory(self, *, on_gpu: bool) -> int:
+        """Return the host memory of a peer at the peak, of steps and rounds."""
+        if on_gpu:
+            return self.peer_memory - self.inner_memory
+        return max(self.peer_memory, self.step_memory)
+
 
 def resources(
-    spec: RunSpec, method: Method, weights: Weights, *, peers: int, bodies: Sequence[int]
+    spec: RunSpec,
+    method: Method,
+    weights: Weights,
+    *,
+    peers: int,
+    bodies: Sequence[int],
+    ranks: int = 1,
 ) -> Resources:
     """Return what a run needs.
 
@@ -105,14 +134,21 @@ def resources(
         weights: of the model.
         peers: members of a round.
         bodies: bytes of the update of each fragment.
+        ranks: processes that train as one peer, on one machine; on the processor each has a model.
     """
     every, state = spec.round.snapshot_every, state_bytes(method, weights.layout)
     # A peer keeps the updates since the oldest of its snapshots, whatever its budget says.
     needed = KEPT_SNAPSHOTS * every * sum(bodies) // len(bodies)
     checkpoints = max(1, spec.coordinator.keep_checkpoints)
+    on_gpu = step_of(spec, weights.layout, half=True)
+    of_ranks = ranks_bytes(weights, ranks=ranks, bodies=bodies)
     return Resources(
-        peer_memory=memory_bytes(method, weights, peers=peers, bodies=bodies),
-        inner_memory=inner_bytes(weights),
+        peer_memory=memory_bytes(method, weights, peers=peers, bodies=bodies) + of_ranks,
+        inner_memory=ranks * inner_bytes(weights),
+        step_memory=of_ranks
+        + step_bytes(spec, method, weights, peers=peers, bodies=bodies, ranks=ranks),
+        gpu_memory=inner_bytes(weights) + _activation_bytes(spec, on_gpu),
+        gpu_memory_least=inner_bytes(weights) + (0 if on_gpu is None else on_gpu.least.more_bytes),
         peer_state=mapped_bytes(method, weights.layout),
         coordinator_memory=ledger_bytes(method, weights.layout, peers=peers, bodies=bodies),
         coordinator_state=state + _beside(method, weights.layout),
@@ -136,14 +172,57 @@ def memory_bytes(method: Method, weights: Weights, *, peers: int, bodies: Sequen
     of their own.
     """
     numel, state = weights.layout.numel, state_bytes(method, weights.layout)
+    if method.reduction == "pairs":
+        return PEER_PROCESS_BYTES + inner_bytes(weights) + state + FP32 * MEETING_VECTORS * numel
     vectors = 1.0 + method.window_vectors
     vectors += 2 + 1 / max(1, peers) if method.residual > 0 else 0
     vectors += 1 if method.rank else 0  # the input of the factors
-    vectors += 1 if method.hidden_steps(1) or method.reduction == "pairs" else 0
+    vectors += 1 if method.hidden_steps(1) else 0
     beside = _beside(method, weights.layout)
     frames = (peers if method.reduction == "gather" else PEER_BODIES) * sum(bodies)
     vector_bytes = round(FP32 * numel * vectors) + state + beside
     return PEER_PROCESS_BYTES + inner_bytes(weights) + vector_bytes + frames
+
+
+def ranks_bytes(weights: Weights, *, ranks: int, bodies: Sequence[int]) -> int:
+    """Return what several processes on one machine take more than one, on the processor.
+
+    Each has model, gradients and inner state. All but the first one get their values of the common
+    parameters, while they still have the last ones, and the first one gets all frames.
+    """
+    if ranks == 1:
+        return 0
+    values, others = FP32 * weights.layout.numel, ranks - 1
+    processes = LAUNCHER_PROCESS_BYTES + others * (RANK_PROCESS_BYTES + inner_bytes(weights))
+    return processes + (2 * values * others + max(bodies) * others) // ranks + max(bodies)
+
+
+def step_bytes(
+    spec: RunSpec,
+    method: Method,
+    weights: Weights,
+    *,
+    peers: int,
+    bodies: Sequence[int],
+    ranks: int = 1,
+) -> int:
+    """Return the bytes of a peer in an inner step on its processor, rounds beside it included.
+
+    What further ranks take beside their activations is in `ranks_bytes`.
+    """
+    activations = ranks * _activation_bytes(spec, step_of(spec, weights.layout, half=False))
+    if method.hidden_steps(1):
+        return activations + memory_bytes(method, weights, peers=peers, bodies=bodies)
+    vectors = method.window_vectors + (1 if method.residual > 0 else 0)
+    kept = state_bytes(method, weights.layout) + FP32 * vectors * weights.layout.numel
+    return PEER_PROCESS_BYTES + inner_bytes(weights) + kept + activations
+
+
+def _activation_bytes(spec: RunSpec, step: StepPass | None) -> int:
+    """Return what a pass takes beside gradients; 0 if that is not known."""
+    if step is None:
+        return 0
+    return step.bytes if spec.inner.grad_accumulation > 1 else step.more_bytes
 
 
 def ledger_bytes(method: Method, layout: Layout, *, peers: int, bodies: Sequence[int]) -> int:

@@ -142,10 +142,10 @@ def room_finding(needs: Resources, folder: Path, *, module: str = WHOLE) -> Find
     except NoRoom as error:
         fact, _, remedy = str(error).partition("; ")
         return problem("room", fact, remedy)
-    disk = needs.peer_disk + needs.peer_disk_free
+    disk, memory = needs.peer_disk + needs.peer_disk_free, needs.host_memory(on_gpu=False)
     return ok(
         "room",
-        f"{module or 'the run'} needs {size(needs.peer_memory)} of memory, of which --outer-state "
+        f"{module or 'the run'} needs {size(memory)} of memory, of which --outer-state "
         f"disk moves {size(needs.peer_state)} to files, and {size(disk)} of disk",
     )
 

@@ -35,12 +35,15 @@ class TextSummary:
     """The text that was found for a run."""
 
     files: int
+    """0 if the documents come from a data set"""
+    documents: int
     num_bytes: int
     """of all documents, in UTF-8"""
     train_tokens: int
     valid_tokens: int
     sha256: str
-    """digest of the documents (`atoll.peer.training.data.documents`), in hex"""
+    """digest of the documents (`atoll.peer.training.data.documents`), in hex; of a data set that of
+    `atoll.peer.training.data.make_shards`"""
     not_read: str
     """binary files, named; empty if there are none"""
 
@@ -148,13 +151,14 @@ class LocalCorpus(Corpus):
         """
         end = np.array([] if tokenizer.end_token is None else [tokenizer.end_token])
         dtype = tokenizer.encode(b"").dtype
-        digest, num_bytes = TextDigest(), 0
+        digest, num_documents, num_bytes = TextDigest(), 0, 0
         with _TokenSpool(dtype) as train, _TokenSpool(dtype) as valid:
             for document in source:
                 spool = valid if goes_to_validation(document.key, valid_fraction) else train
                 spool.add(tokenizer.encode(document.data))
                 spool.add(end.astype(dtype))
                 digest.add(document)
+                num_documents += 1
                 num_bytes += len(document.data)
             train_N, valid_N = train.tokens(), valid.tokens()
         if min(len(train_N), len(valid_N)) < min_tokens:
@@ -162,6 +166,7 @@ class LocalCorpus(Corpus):
         found = found or Found()
         summary = TextSummary(
             files=found.files,
+            documents=num_documents,
             num_bytes=num_bytes,
             train_tokens=len(train_N),
             valid_tokens=len(valid_N),

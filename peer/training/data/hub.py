@@ -1,13 +1,15 @@
-"""Stream a Hugging Face data set while training: `hf:NAME` or `hf:NAME@CONFIG`.
+"""Stream a Hugging Face data set: `hf:NAME` or `hf:NAME@CONFIG`, while training or to shards.
 
 A stream resumes from the data set's own state and the remaining tokens of the last document.
 
 # B sequences, T positions, N tokens of a corpus
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -104,7 +106,7 @@ class HubCorpus(Corpus):
             DataError: the first documents hold too little validation text.
         """
         head = map(self._text, self._dataset.take(HUB_VALIDATION_DOCUMENTS))
-        found = [self._tokens(text) for text in head if self._is_validation(text)]
+        found = [self.tokens_of(text) for text in head if self._is_validation(text)]
         tokens_N = np.concatenate(found) if found else np.zeros(0, dtype=np.uint8)
         if len(tokens_N) <= seq_len:
             raise DataError(
@@ -114,6 +116,21 @@ class HubCorpus(Corpus):
             )
         return even_windows(tokens_N, batches, batch_size, seq_len)
 
+    def in_order(self, place: Mapping[str, Any] | None = None) -> TextsInOrder:
+        """Return all texts in the data set's order, or those behind a place in it."""
+        return TextsInOrder(self._dataset, place, self._text)
+
+    def part_of(self, text: str, number: int) -> Literal["train", "valid"] | None:
+        """Return the part of a text, as streams and `validation` have it; None if in neither.
+
+        Args:
+            text: of a document.
+            number: of the document, from 0, in the data set's order.
+        """
+        if not self._is_validation(text):
+            return "train"
+        return "valid" if number < HUB_VALIDATION_DOCUMENTS else None
+
     def _text(self, record: Mapping[str, object]) -> str:
         return text_of(record, self._text_field, f"hf:{self._name}")
 
@@ -122,9 +139,10 @@ class HubCorpus(Corpus):
 
     def _training_tokens(self, record: Mapping[str, object]) -> Tokens | None:
         text = self._text(record)
-        return None if self._is_validation(text) else self._tokens(text)
+        return None if self._is_validation(text) else self.tokens_of(text)
 
-    def _tokens(self, text: str) -> Tokens:
+    def tokens_of(self, text: str) -> Tokens:
+        """Return the tokens of a document, with that of its end."""
         tokens = self.tokenizer.encode(text.encode(errors="replace"))
         end = [] if self.tokenizer.end_token is None else [self.tokenizer.end_token]
         return np.concatenate([tokens, np.array(end, dtype=tokens.dtype)])
@@ -165,6 +183,42 @@ def _expect_own_files(name: str, files: Mapping[str, Iterable[str]]) -> None:
             f"{others[0] if others else 'none'!r}; use another data set, or name this machine's "
             "copy with --data"
         )
+
+
+class TextsInOrder:
+    """The texts of a data set, which continue at a saved place."""
+
+    def __init__(
+        self,
+        dataset: Any,  # noqa: ANN401 - an optional package
+        place: Mapping[str, Any] | None,
+        text_of: Callable[[Mapping[str, object]], str],
+    ) -> None:
+        self._dataset, self._text_of = dataset, text_of
+        if place is not None:
+            dataset.load_state_dict(dict(place))
+
+    def __iter__(self) -> Iterator[str]:
+        """Yield text after text.
+
+        Raises:
+            DataError: the data set cannot be read further, or a document has no text.
+        """
+        records = iter(self._dataset)
+        while (record := self._next(records)) is not None:
+            yield self._text_of(record)
+
+    @property
+    def place(self) -> dict[str, Any]:
+        """The place behind the last text, as JSON can hold it."""
+        place: dict[str, Any] = self._dataset.state_dict()
+        return place
+
+    def _next(self, records: Iterator[Mapping[str, object]]) -> Mapping[str, object] | None:
+        try:
+            return next(records, None)
+        except Exception as error:  # whatever `datasets` and the network may raise
+            raise DataError(f"the data set cannot be read further: {error}") from error
 
 
 class _HubDocuments:

@@ -119,6 +119,7 @@ def _open_shards(folder: Path, tokenizer: Tokenizer, *, min_tokens: int) -> Corp
     text: dict[str, Any] = header.get("text", {})
     summary = TextSummary(
         files=_count(text.get("files")),
+        documents=_count(text.get("documents")),
         num_bytes=_count(text.get("num_bytes")),
         train_tokens=len(train),
         valid_tokens=len(valid),

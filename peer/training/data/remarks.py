@@ -101,9 +101,10 @@ def _scarcity(spec: RunSpec, found: TextSummary, steps_left: int | None) -> Iter
 
 
 def _amount(found: TextSummary) -> str:
-    files = "1 file" if found.files == 1 else f"{found.files:,} files"
+    count, noun = (found.files, "file") if found.files else (found.documents, "document")
+    of = f"{count:,} {noun}" + ("" if count == 1 else "s")
     tokens = found.train_tokens + found.valid_tokens
-    return f"{files}, {size(found.num_bytes)}, {_count(tokens)} tokens"
+    return f"{of}, {size(found.num_bytes)}, {_count(tokens)} tokens"
 
 
 def _count(tokens: int) -> str:

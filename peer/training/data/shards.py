@@ -16,6 +16,7 @@ written last, so a folder that has it is complete.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from pathlib import Path
@@ -133,6 +134,81 @@ def open_part(folder: Path, header: Mapping[str, Any], part: str) -> TokenFiles:
     return TokenFiles(files, header["vocab_size"])
 
 
+class PartWriter:
+    """Appends the tokens of one part, `"train"` or `"valid"`, to files of a folder."""
+
+    def __init__(
+        self,
+        folder: Path,
+        part: str,
+        *,
+        vocab_size: int,
+        shard_tokens: int = SHARD_TOKENS,
+        num_tokens: int = 0,
+    ) -> None:
+        """Begin, or continue behind the first tokens of files that are there.
+
+        Args:
+            folder: of the files.
+            part: name of the part.
+            vocab_size: number of different tokens of the tokenizer.
+            shard_tokens: tokens of one file, at most.
+            num_tokens: tokens that stay; what was written behind them is cut off.
+
+        Raises:
+            DataError: there are fewer.
+            OSError: a file cannot be changed.
+        """
+        self._folder, self._part, self._shard_tokens = folder, part, shard_tokens
+        self._dtype = np.dtype(dtype_for(vocab_size)).newbyteorder("<")
+        self._waiting: list[Tokens] = []
+        self.num_tokens = num_tokens
+        for index, name in enumerate(self.names):
+            kept = min(shard_tokens, num_tokens - index * shard_tokens) * self._dtype.itemsize
+            path = folder / name
+            if not path.is_file() or path.stat().st_size < kept:
+                raise DataError(
+                    f"{path} is missing or too short; remove the folder {folder}, and write the "
+                    "shards again"
+                )
+            os.truncate(path, kept)
+
+    @property
+    def names(self) -> list[str]:
+        """Return the names of the files."""
+        return [self._name(index) for index in range(-(-self.num_tokens // self._shard_tokens))]
+
+    def append(self, tokens: Tokens) -> None:
+        """Add tokens, which are written when there are many.
+
+        Raises:
+            OSError: a file cannot be written.
+        """
+        self._waiting.append(tokens)
+        self.num_tokens += len(tokens)
+        if sum(map(len, self._waiting)) >= WRITE_TOKENS:
+            self.flush()
+
+    def flush(self) -> None:
+        """Write all tokens, to the last file, and to the next ones when it is full.
+
+        Raises:
+            OSError: a file cannot be written.
+        """
+        if not self._waiting:
+            return
+        tokens = np.concatenate(self._waiting)
+        self._waiting.clear()
+        while len(tokens):
+            index, used = divmod(self.num_tokens - len(tokens), self._shard_tokens)
+            now, tokens = np.split(tokens, [self._shard_tokens - used])
+            with (self._folder / self._name(index)).open("ab" if used else "wb") as file:
+                file.write(now.astype(self._dtype).tobytes())
+
+    def _name(self, index: int) -> str:
+        return f"{self._part}-{index:05}.bin"
+
+
 def write_shards(
     folder: Path,
     *,
@@ -158,32 +234,50 @@ def write_shards(
     """
     expect_no_shards(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    dtype = "uint16" if vocab_size <= 1 << 16 else "uint32"
+    written = list[PartWriter]()
+    for part, tokens in (("train", train), ("valid", valid)):
+        writer = PartWriter(folder, part, vocab_size=vocab_size, shard_tokens=shard_tokens)
+        for at in range(0, len(tokens), WRITE_TOKENS):
+            writer.append(tokens[np.arange(at, min(at + WRITE_TOKENS, len(tokens)))])
+        written.append(writer)
+    write_header(folder, *written, vocab_size=vocab_size, text=text)
+
+
+def write_header(
+    folder: Path, train: PartWriter, valid: PartWriter, *, vocab_size: int, text: Mapping[str, Any]
+) -> None:
+    """Write `shards.json`, after which the folder counts as shards.
+
+    Raises:
+        OSError: it cannot be written.
+    """
     header = {
         "format": FORMAT,
-        "dtype": dtype,
+        "dtype": dtype_for(vocab_size),
         "vocab_size": vocab_size,
-        "train": _write_part(folder, "train", train, dtype, shard_tokens),
-        "valid": _write_part(folder, "valid", valid, dtype, shard_tokens),
+        "train": train.names,
+        "valid": valid.names,
         "text": dict(text),
     }
-    partial = folder / f"{HEADER}.partial"
-    partial.write_text(json.dumps(header, indent=1) + "\n", encoding="utf-8")
-    partial.replace(folder / HEADER)
+    for part in (train, valid):
+        part.flush()
+    put_json(folder / HEADER, header)
 
 
-def _write_part(
-    folder: Path, part: str, tokens: Tokens | TokenFiles, dtype: str, shard_tokens: int
-) -> list[str]:
-    names: list[str] = []
-    for start in range(0, len(tokens), shard_tokens):
-        names.append(f"{part}-{len(names):05}.bin")
-        stop = min(start + shard_tokens, len(tokens))
-        with (folder / names[-1]).open("wb") as file:
-            for at in range(start, stop, WRITE_TOKENS):
-                run = tokens[np.arange(at, min(at + WRITE_TOKENS, stop))]
-                file.write(run.astype(np.dtype(dtype).newbyteorder("<")).tobytes())
-    return names
+def put_json(path: Path, value: Mapping[str, Any]) -> None:
+    """Write a JSON file whole, or leave what was there.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    partial = path.with_name(f"{path.name}.partial")
+    partial.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
+    partial.replace(path)
+
+
+def dtype_for(vocab_size: int) -> str:
+    """Return the smaller dtype of shards that holds all tokens."""
+    return "uint16" if vocab_size <= 1 << 16 else "uint32"
 
 
 def _is_file_name(name: object) -> bool:

@@ -81,7 +81,7 @@ def test_the_owner_sees_what_the_run_asks_for(tmp_path):
         "data: the source code of Python's standard library, on this machine",
         "tokenizer: bytes, built in",
         "method: diloco, 30 steps a round",
-        "memory: about 1.23 GB, of which a GPU takes 172 MB, and that of the model's activations",
+        "memory: about 1.26 GB; with a GPU about 1.06 GB, and 263 MB of its own, at least 175 MB",
         "disk: about 1.03 GB, and 257 MB free beside it",
         "traffic: about 21.8 MB each way per round of 30 steps; 31.4 GB a day at one round a "
         "minute",
@@ -110,7 +110,7 @@ def test_a_run_that_cannot_fit_is_refused_before_the_owner_is_asked(tmp_path, mo
 
 def test_a_run_that_its_gpu_cannot_hold_is_refused(tmp_path):
     run = terms_of(model={"preset": "mini"})
-    least = needs_of(run.spec, run.layout).inner_memory + GPU_PROCESS_BYTES
+    least = needs_of(run.spec, run.layout).gpu_memory_least + GPU_PROCESS_BYTES
     owner = Owner(tmp_path, gpu_bytes=least - 1)
     with pytest.raises(NoRoom, match=r"of GPU memory, .*train on more GPUs with --gpus all"):
         owner.admit(run)
@@ -151,7 +151,7 @@ def test_a_state_on_the_disk_fits_where_one_in_memory_does_not(tmp_path, monkeyp
     monkeypatch.setattr(mapped, "IN_MEMORY", ())  # the tests' folder may lie there
     run = terms_of(model={"preset": "mini"})
     needs = needs_of(run.spec, run.layout)
-    there = SimpleNamespace(total=needs.peer_memory - needs.peer_state)
+    there = SimpleNamespace(total=needs.host_memory(on_gpu=False) - needs.peer_state)
     monkeypatch.setattr(psutil, "virtual_memory", lambda: there)
     with pytest.raises(NoRoom, match="keep the outer state in files with --outer-state disk, or"):
         Owner(tmp_path).admit(run)
@@ -243,7 +243,7 @@ def test_the_traffic_bounds_what_the_plan_predicts(method, codec):
     )
     layout = Layout.of(plan.bare_model(spec))
     method = spec.method()
-    fragments = plan.fragments_of(method, layout)
+    fragments = plan.sizes_of(method, layout)
     predicted = sum(plan.sent_bytes(method, fragment, 4) for fragment in fragments)
     assert predicted <= 1.01 * round_bytes(spec, layout)
     assert round_bytes(spec, layout) <= 2.1 * predicted

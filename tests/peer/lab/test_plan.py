@@ -10,8 +10,9 @@ from torch import nn
 
 from atoll.coordinator.run.spec import RunSpec
 from atoll.optim import in_process, methods
+from atoll.optim.log.replica import cells_of
 from atoll.optim.reduction.cells import LENGTH, TERM
-from atoll.optim.state.layout import Layout
+from atoll.optim.state.layout import Layout, codec_of
 from atoll.peer.lab import plan
 from atoll.peer.lab.plan import PlanError, Setting, predict
 from atoll.peer.lab.work import Work, timed
@@ -32,6 +33,16 @@ SPECS = (
     "demo",
     "dlion",
     "noloco",
+)
+BY_CODEC = (
+    "diloco(codec=mixed(*norm*=fp16, *=int8))",
+    "diloco(codec=dct)",
+    "diloco(codec=zstd)",
+    "diloco(codec=topk(k=128)+2bit)",
+    "streaming(count=2, codec=dct)",
+    "muloco(codec=powersgd+int8)",
+    "sparseloco(merge=select, tau=32)",
+    "demo(average=senders)",
 )
 LAB = {"rtt_s": 0.05, "step_s": 1.0}
 
@@ -85,6 +96,52 @@ def test_bytes_are_those_that_workers_send(spec, peers):
     assert expected == pytest.approx(frames, abs=peers)
 
 
+@pytest.mark.parametrize(
+    ("preset", "overrides"),
+    [
+        ("nano", {}),
+        ("nano", {"dim": 200, "num_heads": 4, "num_kv_heads": 2, "ffn_dim": 700}),
+        pytest.param("30m", {}, marks=pytest.mark.exhaustive),
+        pytest.param("350m", {}, marks=pytest.mark.exhaustive),
+    ],
+)
+def test_sizes_are_those_of_all_chunks_one_by_one(preset, overrides):
+    run = RunSpec.from_dict({"model": {"preset": preset, "overrides": overrides}})
+    layout = Layout.of(plan.bare_model(run))
+    for spec in (*SPECS[:5], *SPECS[6:], *BY_CODEC):
+        method = methods.parse(spec)
+        fragments = plan.fragments_of(method, layout)
+        for size, fragment in zip(plan.sizes_of(method, layout), fragments, strict=True):
+            pieces = [(codec_of(method.codec, dims), dims) for dims in fragment.pieces]
+            assert size.body_bytes == sum(codec.wire_bytes(dims) for codec, dims in pieces)
+            assert (size.numel, size.num_chunks) == (fragment.numel, len(pieces))
+            if method.reduction == "pairs":
+                continue
+            down = cells_of(method, fragment)
+            up = replace(down, gathers=False, by_senders=False)
+            assert size.up_bytes() == up.max_body_bytes(1)
+            for members in (1, 3, 8):
+                assert size.down_bytes(members) == down.max_body_bytes(members)
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_a_model_of_70b_has_few_kinds_of_chunks(spec):
+    overrides = {
+        "dim": 8192,
+        "num_layers": 80,
+        "num_heads": 64,
+        "num_kv_heads": 8,
+        "ffn_dim": 28672,
+    }
+    run = RunSpec.from_dict(
+        {"model": {"preset": "1b", "overrides": overrides | {"ffn_dim": 28672}}}
+    )
+    layout = Layout.of(plan.bare_model(run))
+    sizes = plan.sizes_of(methods.parse(spec), layout)
+    assert sum(size.numel for size in sizes) == layout.numel > 60e9
+    assert sum(len(size.chunks) for size in sizes) < 20
+
+
 INT8 = Work(
     offer_s=3.8e-9,
     owner_s=5.6e-9,
@@ -108,8 +165,8 @@ def test_rounds_that_were_measured_are_within_15_percent(
     setting = Setting(peers=peers, mbit_s=mbit_s, rtt_s=rtt_s, step_s=1.0, cores=2 / peers)
     layout = Layout(names=("all",), shapes=((10_000_000,),))
     method = methods.parse("diloco")
-    (fragment,) = plan.fragments_of(method, layout)
-    assert plan.body_bytes(method, fragment) == 10_157_474
+    (fragment,) = plan.sizes_of(method, layout)
+    assert fragment.body_bytes == 10_157_474
     sent = plan.sent_bytes(method, fragment, peers)
     cpu_s = plan.cpu_s(method, fragment, sent, setting)
     assert plan.round_s(sent, setting, cpu_s) == pytest.approx(measured_s, rel=0.15)

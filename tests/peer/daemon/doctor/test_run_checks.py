@@ -45,11 +45,11 @@ def test_it_is_said_whether_the_run_fits(tmp_path, monkeypatch):
     spec = RunSpec.from_dict({"model": {"preset": "mini"}})
     needs = needs_of(spec, Layout.of(plan.bare_model(spec)))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(consent, "memory_total", lambda: needs.peer_memory)
+    monkeypatch.setattr(consent, "memory_total", lambda: needs.step_memory)
     found = room_finding(needs, tmp_path)
     assert found.health is Health.OK
     assert "--outer-state disk moves 129 MB to files" in found.fact
-    monkeypatch.setattr(consent, "memory_total", lambda: needs.peer_memory - 1)
+    monkeypatch.setattr(consent, "memory_total", lambda: needs.step_memory - 1)
     found = room_finding(needs, tmp_path)
     assert found.health is Health.PROBLEM
     assert "of memory, and this machine or container has" in found.fact

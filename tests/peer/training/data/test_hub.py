@@ -12,18 +12,6 @@ from atoll.peer.training.data.prefetch import Prefetched
 from support.texts import as_text, opened, stream, text
 
 
-@pytest.fixture
-def hub(tmp_path, monkeypatch):
-    monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    pytest.importorskip("datasets")
-    (tmp_path / "set").mkdir()
-    for shard in range(3):
-        rows = [json.dumps({"text": text(shard * 100 + i)}) for i in range(30)]
-        (tmp_path / "set" / f"{shard}.jsonl").write_text("\n".join(rows))
-    return f"hf:{tmp_path / 'set'}"
-
-
 def test_a_streamed_data_set_resumes_exactly(hub):
     corpus = opened(hub)
     whole, before = stream(corpus), stream(corpus)

@@ -182,15 +182,6 @@ def test_tokens_of_another_tokenizer_are_refused_where_they_are_drawn(spec, tmp_
         batches(opened(tmp_path / "out"))
 
 
-def test_a_streamed_data_set_is_not_written(tmp_path, monkeypatch):
-    spec = RunSpec.from_dict({"data": {"source": "hf:a/b"}})
-    monkeypatch.setattr(
-        "atoll.peer.training.data.make_shards.open_corpus", lambda *_, **__: object()
-    )
-    with pytest.raises(DataError, match="is streamed while training; download it"):
-        make_shards(spec, tmp_path / "out")
-
-
 def test_the_command_writes_what_a_peer_reads(folder, tmp_path, capsys):
     run = tmp_path / "RUN.toml"
     run.write_text("[data]\nseq_len = 16\n")

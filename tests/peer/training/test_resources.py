@@ -1,0 +1,60 @@
+"""What the memory of a peer is made of."""
+
+import pytest
+import torch
+
+from atoll.coordinator.run.spec import RunSpec
+from atoll.optim import methods
+from atoll.optim.inprocess.gossip import Side, meet
+from atoll.optim.state.layout import Layout
+from atoll.optim.state.outer_state import OuterState
+from atoll.peer.lab.plan import PlanError, bare_model, needed
+from atoll.peer.training.resources import (
+    LAUNCHER_PROCESS_BYTES,
+    MEETING_VECTORS,
+    PEER_PROCESS_BYTES,
+    RANK_PROCESS_BYTES,
+)
+from support.live_memory import Live
+
+
+def test_a_meeting_takes_as_many_vectors_as_it_is_said_to():
+    numel = 1_000_000
+    layout = Layout(names=("w",), shapes=((numel,),))
+    method = methods.parse("noloco")
+    state = OuterState.genesis(layout, torch.randn(numel), torch.zeros(numel))
+    sides = [Side(delta_N=torch.randn(numel), params_N=torch.randn(numel)) for _ in range(2)]
+    decoded = [vector_N for side in sides for vector_N in (side.delta_N, side.params_N)]
+    contribution = 1
+    with Live(state.params_N, state.momentum_N, *decoded) as live:
+        meet(method, method.fragments(layout)[0], state, *sides, inner_lr=0.1)
+    vectors = contribution + len(decoded) + live.peak / (4 * numel)
+    assert vectors == pytest.approx(MEETING_VECTORS, rel=0.01)
+    spec = RunSpec.from_dict({"outer": {"method": "noloco"}, "model": {"preset": "30m"}})
+    model = bare_model(spec)
+    beside = needed(spec, model, 2).peer_memory - PEER_PROCESS_BYTES
+    assert beside == (16 + 8 + 4 * MEETING_VECTORS) * Layout.of(model).numel
+
+
+@pytest.mark.parametrize("ranks", [2, 8])
+def test_each_further_rank_has_a_model_of_its_own(ranks):
+    spec = RunSpec.from_dict({"model": {"preset": "30m"}})
+    model = bare_model(spec)
+    numel, more = Layout.of(model).numel, ranks - 1
+    one, several = (needed(spec, model, 2, ranks=each) for each in (1, ranks))
+    processes = LAUNCHER_PROCESS_BYTES + more * (RANK_PROCESS_BYTES + 16 * numel)
+    rest = several.peer_memory - one.peer_memory - processes
+    # own values twice on all but one, and the frames of all at the first and once more
+    assert rest == pytest.approx((8 * more / ranks + more / ranks + 1) * numel, rel=0.05)
+    assert several.inner_memory == ranks * one.inner_memory
+    on_host = several.host_memory(on_gpu=True) - one.host_memory(on_gpu=True)
+    assert on_host < processes
+    assert several.step_memory > one.step_memory + more * 16 * numel
+    assert several.gpu_memory == one.gpu_memory
+    assert several.coordinator_memory == one.coordinator_memory
+
+
+def test_no_rank_is_refused():
+    spec = RunSpec()
+    with pytest.raises(PlanError, match="at least one rank, got 0"):
+        needed(spec, bare_model(spec), 2, ranks=0)

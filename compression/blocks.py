@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import ClassVar
@@ -57,6 +57,11 @@ from atoll.compression.scratch import MAX_TILES, TILE, room, scratch
 
 MAGNITUDE = 0x7FFFFFFF  # bits of an fp32 without its sign
 SQUARABLE = (1e-15, 1e15)  # norms between which squares and their sums are finite and normal
+
+Load = Callable[[int, Tensor], None]
+"""load(step, x) writes the values of a step to x, flat"""
+Done = Callable[[int, Tensor, Tensor], None]
+"""done(step, x, sent) gets them again, with what they decode to; both may be overwritten"""
 
 
 @dataclass(frozen=True)
@@ -122,17 +127,21 @@ class BlockCodec(Codec):
         return self._frames_of(together, len(x_RN))
 
     def encode_and_decode_rows(self, x_RN: Tensor, out_RN: Tensor) -> list[bytes]:
-        if x_RN.device.type == "cpu" or not self._is_tiles(x_RN):
+        if not self._is_tiles(x_RN):
             return super().encode_and_decode_rows(x_RN, out_RN)
-        together = room("rows", (self._payload_bytes((x_RN.numel(),)),), CPU, torch.uint8)
-        written = self._written_on_device(floats(x_RN), (x_RN.numel(),), together.numel())
-        refuse_infinite(self._fetch(written, together))
-        self._read(written[: together.numel()], (x_RN.numel(),), out_RN.view(-1))
+        dims = (x_RN.numel(),)
+        written = together = room("rows", (self._payload_bytes(dims),), CPU, torch.uint8)
+        if x_RN.device.type == "cpu":
+            self._fill(floats(x_RN), dims, together)
+        else:
+            written = self._written_on_device(floats(x_RN), dims, together.numel())
+            refuse_infinite(self._fetch(written, together))
+        self._read(written[: together.numel()], dims, out_RN.view(-1))
         return self._frames_of(together, len(x_RN))
 
     def _frames_of(self, together: Tensor, rows: int) -> list[bytes]:
         """Return the frames of rows, given the payload of a tensor of all of them."""
-        frames_RB = torch.empty((rows, self.wire_bytes(TILE)), dtype=torch.uint8)
+        frames_RB = room("frames", (rows, self.wire_bytes(TILE)), CPU, torch.uint8)
         for of_frames, section in self._sections_of_rows(frames_RB[:, HEADER_BYTES:], together):
             of_frames.copy_(section)
         return self._seal_rows(frames_RB, (TILE,))
@@ -361,6 +370,79 @@ class Int8(BlockCodec):
     reads_once: ClassVar[bool] = True
     together_on_cpu: ClassVar[bool] = True
     block: int = 128
+
+    def goes_in_steps(self, dims: Dims) -> bool:
+        """Return whether `encode_in_steps` takes rows of this shape."""
+        return dims == (TILE,) and self.wire_bytes(TILE) % 8 == 0
+
+    def encode_in_steps(self, num_rows: int, at_once: int, load: Load, done: Done) -> list[bytes]:
+        """Return the frames of rows of a tile each, as `encode_rows` does, on a CPU.
+
+        Rows are taken `at_once`, so that each pass over them, the codec's and the caller's, finds
+        them in cache. Short calls and views are made for all rows together: between passes that
+        stream through the cache they cost more than what they do.
+
+        Raises:
+            CodecError: as `encode`; then `done` has not been called.
+        """
+        frames_RB = room("frames", (num_rows, self.wire_bytes(TILE)), CPU, torch.uint8)
+        sections = [2 * TILE // self.block, TILE]
+        scales_RB, codes_RN = torch.split(frames_RB[:, HEADER_BYTES:], sections, dim=1)
+        x_RN = room("loaded", (num_rows, TILE), CPU, torch.float32)
+        peaks_B1 = torch.empty((x_RN.numel() // self.block, 1))
+        self._load_steps(x_RN, peaks_B1, at_once, load)
+        refuse_infinite(float(peaks_B1.amax()))
+        scales_B1 = torch.empty_like(peaks_B1, dtype=torch.bfloat16)
+        factors_B1 = absmax_scales(peaks_B1, 127.0, scales_B1)
+        scales_RB.view(torch.bfloat16).copy_(scales_B1.view(num_rows, -1))
+        scales_B1 = scales_B1.to(torch.float32)
+        self._write_rows_in_steps(
+            x_RN, factors_B1, scales_B1, codes_RN.view(torch.int8), at_once, done
+        )
+        return self._seal_rows(frames_RB, (TILE,))
+
+    def _load_steps(self, x_RN: Tensor, peaks_B1: Tensor, at_once: int, load: Load) -> None:
+        """Load values, and store the peaks of their blocks."""
+        x_BK, magnitude = x_RN.view(-1, self.block), constant(MAGNITUDE, torch.int32)
+        size_BK = room("work", (at_once, TILE), CPU, torch.float32).view(-1, self.block)
+        bits_BK, blocks = size_BK.view(torch.int32), len(size_BK)
+        x_steps = torch.split(x_RN, at_once)
+        bits_steps = torch.split(x_BK.view(torch.int32), blocks)
+        peaks_steps = torch.split(peaks_B1.view(torch.int32), blocks)
+        for step, (x, x_bits, peaks) in enumerate(
+            zip(x_steps, bits_steps, peaks_steps, strict=True)
+        ):
+            load(step, x.view(-1))
+            size = part(bits_BK, 0, len(x_bits))
+            torch.bitwise_and(x_bits, magnitude, out=size)
+            torch.amax(size, 1, keepdim=True, out=peaks)
+
+    def _write_rows_in_steps(
+        self,
+        x_RN: Tensor,
+        factors_B1: Tensor,
+        scales_B1: Tensor,
+        codes_RN: Tensor,
+        at_once: int,
+        done: Done,
+    ) -> None:
+        """Write codes, and pass on what they decode to."""
+        sent_RN = room("work", (at_once, TILE), CPU, torch.float32)
+        sent_BK, bits_RN = sent_RN.view(-1, self.block), sent_RN.view(torch.int32)
+        row_K, blocks = part(_rounder(0, CPU), 0, self.block), len(sent_BK)
+        by_rows = [torch.split(each, at_once) for each in (x_RN, codes_RN)]
+        by_blocks = [
+            torch.split(each, blocks) for each in (x_RN.view(-1, self.block), factors_B1, scales_B1)
+        ]
+        for step, (x, codes, x_blocks, factors, scales) in enumerate(
+            zip(*by_rows, *by_blocks, strict=True)
+        ):
+            sent, sent_blocks = part(sent_RN, 0, len(x)), part(sent_BK, 0, len(x_blocks))
+            torch.addcmul(row_K, x_blocks, factors, out=sent_blocks)
+            codes.copy_(part(bits_RN, 0, len(x)))
+            sent.copy_(codes)
+            sent_blocks.mul_(scales)
+            done(step, x.view(-1), sent.view(-1))
 
     def _code_bytes(self, numel: int) -> int:
         return numel

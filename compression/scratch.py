@@ -14,7 +14,7 @@ from torch import Tensor
 TILE = 65_536  # values; codes are packed by tiles
 MAX_VIEWS = 1_000  # kept for each thread; shapes are few, but a caller's choice
 MAX_TILES = 16  # at once: fewer would stay in the L2 cache, but then calls cost more than the L3
-CAPACITY = MAX_TILES * TILE + 64  # planes of a tile are rounded up to whole words
+CAPACITY = MAX_TILES * (TILE + 2048)  # codes of a tile have their scales and a header beside them
 FRAME_BYTES = 512 * 1024  # twice a tile in fp32; a thread would keep a longer buffer for good
 
 
@@ -63,6 +63,11 @@ def _prepare(slot: str, shape: Sequence[int], device: torch.device, dtype: torch
 def tiles_of_matrices() -> int:
     """Return how many tiles sorts and matrix products take at once; threads wait for each call."""
     return MAX_TILES if torch.get_num_threads() > 1 else 4
+
+
+def tiles_in_cache() -> int:
+    """Return how many tiles pass after pass takes at once: one a thread, in its L2 cache."""
+    return min(MAX_TILES, torch.get_num_threads())
 
 
 def frame_buffer(length: int) -> bytearray:

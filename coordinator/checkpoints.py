@@ -3,7 +3,7 @@
     tensors    "params/NAME", fp32, and "momentum/NAME", fp32 or bf16, for every trainable
                parameter; "memory", in the format of the momentum, if the method keeps more than
                that (`atoll.optim.state.outer_state`)
-    metadata   format "atoll checkpoint 1", spec (canonical JSON), layout (JSON: the order of the
+    metadata   format "atoll checkpoint 2", spec (canonical JSON), layout (JSON: the order of the
                names), position, epoch, chain, run_id and root (hex)
 
 `root` is the state root (`atoll.optim.state.outer_state`) over all numbers, so a reader can verify
@@ -37,7 +37,7 @@ from atoll.coordinator.run.spec_problems import SpecError
 from atoll.optim.state.layout import Layout, LayoutError
 from atoll.optim.state.outer_state import OuterState, StateError
 
-FORMAT = "atoll checkpoint 1"
+FORMAT = "atoll checkpoint 2"
 MEMORY = "memory"
 DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16"}  # of an outer state, in safetensors
 TOLD = {"F32": "fp32", "BF16": "bf16"}
@@ -254,7 +254,10 @@ def _expect_own(path: Path, run_id: bytes) -> None:
 def _checked_format(path: Path, metadata: Mapping[str, str]) -> Mapping[str, str]:
     found = metadata.get("format", "none")
     if found != FORMAT:
-        raise CheckpointError(f"{path}: expected the format '{FORMAT}', got {found[:40]!r}")
+        raise CheckpointError(
+            f"{path}: expected the format '{FORMAT}', got {found[:40]!r}; the version of Atoll "
+            "that wrote a checkpoint can read it"
+        )
     missing = {"spec", "layout", "run_id", "epoch", "position", "chain", "root"} - set(metadata)
     if missing:
         names = ", ".join(sorted(missing))

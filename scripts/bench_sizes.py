@@ -5,6 +5,7 @@
     ./scripts/bench sizes --rerun --sizes 10m,30m        measure again
     ./scripts/bench sizes --rerun --sizes 10m --save --json
     ./scripts/bench sizes --rerun --sizes 30m --method "diloco(state=bf16)" --outer-state disk
+    ./scripts/bench sizes --pieces 10000000,50000000     pieces of a round alone, in a minute
 
 A coordinator and peers run as people start them, on this machine and its CPUs. Memory is the peak
 of what they would take alone on their machines: memory that the processes of a peer share counts
@@ -20,8 +21,12 @@ With `--outer-state disk` the plan is compared with "anon" and the libraries' pa
 process of its own. Seconds of phases are those that the peers report, means over the rounds after
 the first three, as are the bytes that a peer sends, which the kernel counts. Processor seconds are
 of a process over its whole life, divided by the rounds. Memory, disk and bytes are compared with
-what `atoll plan` says before the run, whose disk is that of a run of many rounds. The pieces are
-timed in one thread, each beside a copy of the bytes that it reads.
+what `atoll plan` says before the run, whose disk is that of a run of many rounds.
+
+Pieces are timed in one thread and in two, each in turn with a copy by torch on as many threads:
+of the bytes that it reads, and of half of those that it reads and writes, which moves as many.
+Vectors of 10M values may stay in a large shared cache, where a copy takes half of the time; those
+of 50M do not. One thread is timed by its processor seconds, more by the clock on the wall.
 """
 
 import argparse
@@ -72,7 +77,10 @@ CHECKPOINTS = 2  # of a run, and kept
 WARM_ROUNDS = 3  # the first rounds include imports, the first state and measurements of the line
 POLL_S = 0.1
 FILES_S = 2.0  # libraries hardly change, and a look at all mappings takes 20 ms a process
-REPEATS = 3
+REPEATS = 9
+PIECE_PARAMS = "10000000,50000000"
+WEIGHT = 3.0  # of a contribution: by 1, a product might be saved
+THREADS = (1, 2)
 
 LAUNCH = """
 import sys
@@ -414,10 +422,22 @@ def rows_of(measured: Measured, tiny: Measured) -> list[Facts]:
 # Pieces of a round, alone in this process
 
 
-def pieces(params: int, options: argparse.Namespace) -> list[Facts]:
-    """Time the log's passes over a state, each beside a copy of the bytes that it reads."""
+@dataclass(frozen=True, kw_only=True)
+class Piece:
+    """One pass over a state."""
+
+    work: Callable[[], object]
+    before: Callable[[], object] = lambda: None
+    """is not timed"""
+    read_bytes: int
+    """a parameter"""
+    written_bytes: int
+
+
+def pieces(params: int, threads: int, options: argparse.Namespace) -> list[Facts]:
+    """Time the log's passes over a state, each in turn with a copy."""
     torch.manual_seed(0)
-    torch.set_num_threads(1)
+    torch.set_num_threads(threads)
     layout = Layout(names=("w",), shapes=((params,),))
     method = RunSpec.from_dict(as_run(options.method, options.inner_steps)).method()
     replay = Replay(method, layout)
@@ -426,11 +446,15 @@ def pieces(params: int, options: argparse.Namespace) -> list[Facts]:
         torch.randn(params),
         torch.zeros(replay.memory_numel) if replay.memory_numel else None,
     )
-    update_N, old_N = torch.randn(params), torch.randn(params)
+    change_N, update_N, old_N = (torch.randn(params) for _ in range(3))
     fragment = replay.fragments[0]
 
     def apply() -> None:
-        method.apply(state, update_N, fragment=fragment, lr=0.7, momentum=0.9)
+        replaced = OuterState(
+            layout=layout, position=0, params_N=state.params_N, memory_M=state.memory_M
+        )
+        replaced.give_way(params=False)  # as a peer's replica lets it
+        method.apply(replaced, update_N, fragment=fragment, lr=0.7, momentum=0.9)
 
     def root() -> None:
         state.at(1).root()
@@ -438,34 +462,54 @@ def pieces(params: int, options: argparse.Namespace) -> list[Facts]:
     feedback = replay.residual(0)
 
     def residual() -> None:
-        offer = feedback.offer(update_N, weight=1.0)
-        feedback.settle(offer, torch.ones(len(fragment.pieces), dtype=torch.bool), weight=1.0)
+        offer = feedback.offer(change_N, weight=WEIGHT)
+        feedback.settle(offer, torch.ones(len(fragment.pieces), dtype=torch.bool), weight=WEIGHT)
 
-    copy_s = fastest_s(lambda: old_N.copy_(update_N)) / (4 * params)  # a byte
-    passes = {"apply": (apply, 12), "root": (root, 8), "residual": (residual, 8)}
+    copy = Piece(work=lambda: old_N.copy_(change_N), read_bytes=4, written_bytes=4)
+    passes = {
+        "apply": Piece(
+            work=apply,
+            before=lambda: update_N.copy_(change_N),  # the parameters take its place
+            read_bytes=12,
+            written_bytes=8,
+        ),
+        "root": Piece(work=root, read_bytes=8, written_bytes=0),
+        "residual": Piece(work=residual, read_bytes=8, written_bytes=5),
+    }
     rows = []
-    for name, (work, read_bytes) in passes.items():
-        seconds = fastest_s(work)
+    for name, piece in passes.items():
+        clock = time.thread_time if threads == 1 else time.perf_counter
+        seconds, copy_s = fastest_s([piece, copy], clock)
+        moved_bytes = piece.read_bytes + piece.written_bytes
         rows.append(
             {
                 "params": params,
+                "threads": threads,
                 "piece": name,
                 "ns_per_param": 1e9 * seconds / params,
-                "copies": seconds / (copy_s * read_bytes * params),
+                "copies": seconds / (copy_s * piece.read_bytes / copy.read_bytes),
+                "copies_moved": seconds / (copy_s * moved_bytes / 8),
             }
         )
     return rows
 
 
-def fastest_s(work: Callable[[], object]) -> float:
-    """Return the least processor seconds of some repeats, which other programs do not disturb."""
-    work()
-    best = math.inf
+def fastest_s(works: Sequence[Piece], clock: Callable[[], float]) -> list[float]:
+    """Return the least seconds of each, in turn; other programs disturb some of the repeats."""
+    best = [math.inf] * len(works)
     for _ in range(REPEATS):
-        began_s = time.thread_time()
-        work()
-        best = min(best, time.thread_time() - began_s)
+        for index, piece in enumerate(works):
+            piece.before()
+            began_s = clock()
+            piece.work()
+            best[index] = min(best[index], clock() - began_s)
     return best
+
+
+def all_pieces(params: str, options: argparse.Namespace) -> list[Facts]:
+    """Time the pieces at several numbers of parameters, on one thread and on two."""
+    counts = [int(count) for count in params.split(",")]
+    return [row for n in counts for threads in THREADS for row in pieces(n, threads, options)]
 
 
 def table(rows: list[Facts]) -> str:
@@ -495,12 +539,21 @@ def table(rows: list[Facts]) -> str:
         lines.append(
             f"{row['size']:6}{row['phase']:13}{row['seconds']:9.3f}{row['ns_per_param']:10.1f}"
         )
-    lines += ["", f"{'params':>12} {'piece':12}{'ns/param':>10}{'x copy':>8}"]
+    return "\n".join([*lines, "", *piece_table(rows)])
+
+
+def piece_table(rows: list[Facts]) -> list[str]:
+    """Format the rows of pieces."""
+    lines = [
+        f"{'params':>12} {'threads':>8} {'piece':12}{'ns/param':>10}{'x copy of read':>16}"
+        f"{'of read + written':>19}"
+    ]
     for row in (r for r in rows if "piece" in r):
         lines.append(
-            f"{row['params']:12,} {row['piece']:12}{row['ns_per_param']:10.2f}{row['copies']:8.1f}"
+            f"{row['params']:12,} {row['threads']:8} {row['piece']:12}{row['ns_per_param']:10.2f}"
+            f"{row['copies']:16.2f}{row['copies_moved']:19.2f}"
         )
-    return "\n".join(lines)
+    return lines
 
 
 def parser() -> argparse.ArgumentParser:
@@ -520,7 +573,7 @@ def parser() -> argparse.ArgumentParser:
     add("--ranks", type=int, default=1, help="processes that train as one peer (default 1)")
     add("--rounds", type=int, default=12, help="rounds of a run (default %(default)s)")
     add("--inner-steps", type=int, default=2, help="inner steps per window (default %(default)s)")
-    add("--piece-params", type=int, default=10_000_000, help="parameters of the timed pieces")
+    add("--pieces", metavar="PARAMS", help="time the pieces alone, of so many parameters each")
     add("--timeout", type=float, default=900.0, help="seconds for a run (default %(default)s)")
     add("--rerun", action="store_true", help="measure")
     add("--save", action="store_true", help="save what was measured")
@@ -540,8 +593,11 @@ def main() -> int:
     if unknown := [size for size in sizes if size not in SIZES]:
         print(f"bench: unknown sizes {unknown}; choose from {', '.join(SIZES)}", file=sys.stderr)
         return 2
+    if options.pieces:
+        print("\n".join(piece_table(all_pieces(options.pieces, options))))
+        return 0
     if options.rerun or not SAVED.exists():
-        rows = pieces(options.piece_params, options)
+        rows = all_pieces(PIECE_PARAMS, options)
         options.log.parent.mkdir(exist_ok=True)
         with options.log.open("wb") as log:
             tiny = measure(TINY, options, log)

@@ -30,7 +30,6 @@ Exceptions:
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import json
 import os
@@ -49,9 +48,16 @@ import torch
 
 from atoll.optim.state import vectors
 from atoll.optim.state.layout import Layout
-from atoll.optim.state.outer_state import DIGEST_BYTES, LEAF_BYTES, Assembly, OuterState, StateError
+from atoll.optim.state.outer_state import (
+    DIGEST_BYTES,
+    LEAF_BYTES,
+    Assembly,
+    OuterState,
+    StateError,
+    leaf_digest,
+)
 
-SCHEMA_VERSION = 1  # of the tables below; in the file's `user_version`, where 0 means a new file
+SCHEMA_VERSION = 2  # of tables and digests; in `user_version`, where 0 means a new file
 LOG_FILE = "log.sqlite"  # in the directory of a log
 CHUNK_BYTES = 1 << 20  # a row of a body: SQLite reads whole rows
 WRITTEN_BYTES = 64 << 20  # of a body in one transaction; readers have their turn between two
@@ -129,7 +135,10 @@ def open_log(path: Path, run_id: bytes, *, fsync: bool) -> sqlite3.Connection:
 def _prepare(db: sqlite3.Connection, path: Path, run_id: bytes, *, fsync: bool) -> None:
     version = db.execute("PRAGMA user_version").fetchone()[0]
     if version not in (0, SCHEMA_VERSION):
-        raise StoreCorrupt(f"{path}: expected a log of version {SCHEMA_VERSION}, got {version}")
+        raise StoreCorrupt(
+            f"{path}: expected a log of version {SCHEMA_VERSION}, got {version}; continue the run "
+            "with the version of Atoll that began it, or begin a new one in another directory"
+        )
     if version == 0:
         _create(db, run_id)
     _expect_run(db, run_id, path)
@@ -225,7 +234,7 @@ class SnapshotFile:
         return self._root
 
     def leaves(self) -> list[bytes]:
-        """Return the SHA-256 of each leaf."""
+        """Return the digest of each leaf."""
         return list(self._digests)
 
     def read_leaf(self, index: int) -> bytes:
@@ -241,7 +250,7 @@ class SnapshotFile:
             data = os.pread(self._descriptor, LEAF_BYTES, index * LEAF_BYTES)
         except OSError as error:
             raise StoreCorrupt(f"{self._path}: {error}; fetch the snapshot again") from None
-        if hashlib.sha256(data).digest() != self._digests[index]:
+        if leaf_digest(data) != self._digests[index]:
             raise StoreCorrupt(f"{self._path}: leaf {index} is damaged; fetch the snapshot again")
         return data
 

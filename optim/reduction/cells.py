@@ -222,8 +222,13 @@ def sums_of_squares(values: Tensor, pieces: Sequence[Dims]) -> list[float]:
     if run != SHORT or not squarable(norms):
         values = values.cpu()  # not every device has fp64
         norms = torch.linalg.vector_norm(values.view(-1, run), 2, dim=1, dtype=torch.float64)
-    sums_P = norms.double().square().view(len(pieces), -1).sum(1)
-    return [float(squares) for squares in sums_P]
+    return squares_of(norms, len(pieces))
+
+
+def squares_of(norms: Tensor, num_pieces: int) -> list[float]:
+    """Return the sum of squares of each of some pieces, given the norms of their runs."""
+    squares: list[float] = norms.double().square().view(num_pieces, -1).sum(1).tolist()
+    return squares
 
 
 class UpdateError(ValueError):

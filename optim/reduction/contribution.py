@@ -36,16 +36,24 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median_high, median_low
-from typing import Any, Literal
+from typing import Any, Literal, TypeGuard
 
 import torch
 from torch import Tensor
 
 from atoll.compression import Codec, TopK, staging
 from atoll.compression.base import CPU
-from atoll.compression.scratch import room, scratch
+from atoll.compression.blocks import Int8, squarable
+from atoll.compression.scratch import TILE, room, tiles_in_cache
 from atoll.compression.sparse import Sparse, SparseCodec
-from atoll.optim.reduction.cells import Sent, encode_sent, sums_of_squares
+from atoll.optim.reduction.cells import (
+    SHORT,
+    Sent,
+    encode_sent,
+    sent_in,
+    squares_of,
+    sums_of_squares,
+)
 from atoll.optim.state import vectors
 from atoll.optim.state.layout import (
     AT_ONCE,
@@ -381,6 +389,10 @@ class Feedback:
         after_N = vectors.empty(self.numel) if self._keeps(weight) else None
         for batch, codec in self._batches:
             pieces, cut = self.pieces[batch], self._values(batch)
+            if after_N is not None and self._goes_in_steps(codec, pieces[0]):
+                of_pieces = self._encode_in_steps(codec, pieces, delta, cut, weight, after_N)
+                frames[batch], squares[batch] = of_pieces
+                continue
             x = self._with_residual(delta, cut, weight)
             # Top-k is selected now, while x is in scratch; the selections are encoded below, many
             # batches at once, because passes over x evict the encoder's code from the cache.
@@ -399,6 +411,41 @@ class Feedback:
             self._encode_chosen(some, weight, frames, squares, after_N)
         self._offered, self._credited = True, []
         return Offer(weight=weight, frames=tuple(frames), squares=tuple(squares), after_N=after_N)
+
+    def _goes_in_steps(self, codec: Codec, dims: Dims) -> TypeGuard[Int8]:
+        """Return whether pieces of this shape take all passes while they are in cache."""
+        on_cpu = self._device == CPU
+        return on_cpu and isinstance(codec, Int8) and codec.goes_in_steps(dims)
+
+    def _encode_in_steps(
+        self,
+        codec: Int8,
+        pieces: Sequence[Dims],
+        delta: Tensor | Difference,
+        cut: slice,
+        weight: float,
+        after_N: Tensor,
+    ) -> tuple[list[bytes], list[float]]:
+        """Encode the pieces of a batch, and write their residual; return frames and squares."""
+        at_once, share = tiles_in_cache(), self.beta / weight
+        numel = at_once * TILE
+        old, new = torch.split(self.mass_N[cut], numel), torch.split(after_N[cut], numel)
+        norms = torch.empty((cut.stop - cut.start) // SHORT)
+        of_steps = torch.split(norms, numel // SHORT)
+
+        def load(step: int, x: Tensor) -> None:
+            start = cut.start + step * numel
+            values = _some_of(delta, slice(start, start + len(x)), x)
+            torch.add(values, old[step], alpha=share, out=x)
+
+        def done(step: int, x: Tensor, sent: Tensor) -> None:
+            torch.linalg.vector_norm(sent.view(-1, SHORT), 2, dim=1, out=of_steps[step])
+            torch.mul(torch.sub(x, sent, out=sent), weight, out=new[step])
+
+        frames = codec.encode_in_steps(len(pieces), at_once, load, done)
+        if squarable(norms):
+            return frames, squares_of(norms, len(pieces))
+        return frames, sent_in(codec, frames, pieces).squares(pieces)
 
     def _encode_chosen(
         self,
@@ -525,15 +572,19 @@ class Feedback:
 
     def _with_residual(self, delta: Tensor | Difference, cut: slice, weight: float) -> Tensor:
         """Return some values of x = delta + beta g / w; scratch, or a view of delta."""
-        if isinstance(delta, Tensor):
-            x = delta[cut]
-        else:
-            x = room("offered", (cut.stop - cut.start,), CPU, torch.float32)
-            delta.write_(cut, x)
+        out = room("offered", (cut.stop - cut.start,), CPU, torch.float32)
+        x = _some_of(delta, cut, out)
         if not self._keeps(weight):
             return x
-        share = self.beta / weight
-        return torch.add(x, self.mass_N[cut], alpha=share, out=scratch("offered", x))
+        return torch.add(x, self.mass_N[cut], alpha=self.beta / weight, out=out)
+
+
+def _some_of(delta: Tensor | Difference, run: slice, out: Tensor) -> Tensor:
+    """Return some values of a pseudo-gradient: a view of it, or `out`."""
+    if isinstance(delta, Tensor):
+        return delta[run]
+    delta.write_(run, out)
+    return out
 
 
 def _add(mass: Tensor, lost: Update) -> None:

@@ -25,7 +25,7 @@ from pydantic import Field, FiniteFloat
 
 from atoll.optim.log.entry import Count, Digest, Incarnation, Record
 
-PROTOCOL = 2  # since 2, a record with the round precedes the refusal `ahead`
+PROTOCOL = 3  # since 3, digests of leaves are BLAKE3
 
 Amount = Annotated[FiniteFloat, Field(ge=0)]
 Mass = Annotated[FiniteFloat, Field(ge=0, le=1)]

@@ -156,3 +156,48 @@ def test_rows_of_whole_tiles_with_nan_or_infinity_are_refused(bad):
     x_RN[1, 77] = bad
     with pytest.raises(CodecError, match="finite"):
         parse("int8").encode_rows(x_RN)
+
+
+@pytest.mark.parametrize("at_once", [1, 3, 16])
+def test_int8_rows_in_steps_are_the_frames_of_all_and_what_they_decode_to(at_once):
+    codec, x_RN = parse("int8"), rows(5, TILE) * torch.logspace(-30, 30, 5).unsqueeze(1)
+    loaded, decoded = list[int](), list[torch.Tensor]()
+
+    def load(step, x):
+        loaded.append(x.numel() // TILE)
+        x.copy_(x_RN[step * at_once :][:at_once].reshape(-1))
+
+    def done(step, x, sent):
+        assert torch.equal(x, x_RN[step * at_once :][:at_once].reshape(-1))
+        decoded.append(sent.clone())
+        x.zero_()
+        sent.zero_()
+
+    frames = codec.encode_in_steps(5, at_once, load, done)
+    assert frames == codec.encode_rows(x_RN)
+    assert loaded == {1: [1] * 5, 3: [3, 2], 16: [5]}[at_once]
+    out_RN = torch.empty(5, TILE)
+    codec.decode_rows(frames, out_RN)
+    assert torch.equal(torch.cat(decoded), out_RN.view(-1))
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_a_row_in_steps_that_is_not_finite_is_refused_before_any_is_done(value):
+    def load(step, x):
+        x.fill_(value if step == 2 else 1.0)
+
+    def done(step, x, sent):
+        pytest.fail("expected no step to be done")
+
+    with pytest.raises(CodecError, match="NaN or infinity"):
+        parse("int8").encode_in_steps(3, 1, load, done)
+
+
+def test_rows_are_encoded_and_decoded_at_once_as_one_after_the_other():
+    x_RN = rows(3, TILE)
+    for spec in ("int8", "sign", "int4"):
+        codec, sent_RN, out_RN = parse(spec), torch.empty(3, TILE), torch.empty(3, TILE)
+        frames = codec.encode_and_decode_rows(x_RN, sent_RN)
+        assert frames == codec.encode_rows(x_RN)
+        codec.decode_rows(frames, out_RN)
+        assert torch.equal(sent_RN, out_RN)

@@ -5,6 +5,7 @@ import sqlite3
 import subprocess
 import sys
 import threading
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -100,6 +101,7 @@ def test_a_file_of_noise_is_corrupt_and_left_alone(tmp_path: Path, content: byte
 
 WITHOUT_ROOM = """
 import resource, sqlite3, sys
+from contextlib import closing
 from pathlib import Path
 from atoll.optim.log.store import LogStore
 
@@ -128,6 +130,15 @@ def test_a_database_of_something_else(tmp_path: Path) -> None:
     db.execute("CREATE TABLE holidays (day TEXT)")
     db.close()
     with pytest.raises(StoreCorrupt, match="another database"):
+        open_store(tmp_path)
+
+
+def test_a_log_of_an_earlier_version_is_refused_with_the_remedy(tmp_path: Path) -> None:
+    """Its snapshots have digests of another hash, and so its chain has another beginning."""
+    open_store(tmp_path).close()
+    with closing(sqlite3.connect(tmp_path / "log.sqlite")) as db:
+        db.execute("PRAGMA user_version = 1")
+    with pytest.raises(StoreCorrupt, match=r"version 2, got 1; continue the run with the version"):
         open_store(tmp_path)
 
 
@@ -326,6 +337,7 @@ def test_many_threads(tmp_path: Path) -> None:
 
 CHILD = """
 import sys
+from contextlib import closing
 from pathlib import Path
 from atoll.optim.log.store import LogStore
 store = LogStore(Path(sys.argv[1]), run_id=b"r" * 32, genesis_chain=b"g" * 32)

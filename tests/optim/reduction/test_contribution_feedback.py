@@ -7,7 +7,7 @@ from torch import Tensor
 from atoll.compression import parse
 from atoll.optim.reduction.cells import Cells, body_of, sums_of_squares
 from atoll.optim.reduction.contribution import Feedback
-from atoll.optim.state.layout import CELL, piece_slices
+from atoll.optim.state.layout import CELL, Difference, Fragment, grid, piece_slices
 
 NUM_CELLS = 3
 N = 2 * CELL + 1_000
@@ -183,6 +183,32 @@ def test_batches_of_cells_are_the_cells_one_by_one():
     assert torch.equal(
         feedback.mass_N, torch.where(counted, torch.lerp(mass_N, after_N, 0.5), mass_N)
     )
+
+
+@pytest.mark.parametrize("threads", [1, 2, 16])
+@pytest.mark.parametrize("size", [1.0, 1e-30])
+def test_int8_in_steps_gives_the_bits_of_cells_one_by_one(size, threads):
+    """Any number of threads; the squares of small values vanish in fp32."""
+    codec, numel, before = parse("int8"), 20 * CELL + 500, torch.get_num_threads()
+    feedback = Feedback(numel, codec, beta=0.5)
+    mass_N, a_N, b_N = size * torch.randn(3, numel, generator=torch.Generator().manual_seed(6))
+    feedback.mass_N.copy_(mass_N)
+    fragment = Fragment(spans=((0, numel),), pieces=grid(numel))
+    try:
+        torch.set_num_threads(threads)
+        offer = feedback.offer(Difference(fragment, a_N, b_N), 3.0)
+        same = feedback.offer(a_N - b_N, 3.0)
+    finally:
+        torch.set_num_threads(before)
+    x_N = torch.add(a_N - b_N, mass_N, alpha=0.5 / 3.0)
+    cells = torch.split(x_N, CELL)
+    assert offer.frames == same.frames == tuple(codec.encode(x_C) for x_C in cells)
+    sent = [codec.decode(f, x.shape) for f, x in zip(offer.frames, cells, strict=True)]
+    assert torch.equal(offer.after_N, (x_N - torch.cat(sent)) * 3.0)
+    assert torch.equal(same.after_N, offer.after_N)
+    squares = [float(d.double().square().sum()) for d in sent]
+    assert offer.squares == same.squares == pytest.approx(squares, rel=1e-6, abs=0.0)
+    assert torch.equal(feedback.mass_N, mass_N)
 
 
 @pytest.mark.parametrize("spec", ["topk+2bit", "topk(k=5)+fp32", "randk(scaled=False)", "sign"])

@@ -1,8 +1,8 @@
-import hashlib
 import struct
 
 import pytest
 import torch
+from blake3 import blake3
 
 from atoll.optim.state.layout import Layout
 from atoll.optim.state.outer_state import (
@@ -14,6 +14,7 @@ from atoll.optim.state.outer_state import (
     SnapshotIncomplete,
     SnapshotMismatch,
     StateError,
+    leaf_digest,
     merkle_root,
 )
 
@@ -60,10 +61,13 @@ def test_memory_of_another_length_is_refused(state):
         assembly(state, memory_numel=900_000)
 
 
+def test_a_leaf_has_the_digest_of_the_published_function():
+    published = "6437b3ac38465133ffb63b75273a8db548c558465d79db03fd359c6cd5bd9d85"
+    assert leaf_digest(b"abc").hex() == published
+
+
 def test_leaves_are_digests_of_one_mebibyte_each(state):
-    assert state.leaves() == [
-        hashlib.sha256(state.read_leaf(i)).digest() for i in range(state.num_leaves)
-    ]
+    assert state.leaves() == [blake3(state.read_leaf(i)).digest() for i in range(state.num_leaves)]
     assert [len(state.read_leaf(i)) for i in range(3)] == [LEAF_BYTES, LEAF_BYTES, 302_848]
 
 
@@ -81,9 +85,9 @@ def test_a_state_that_shares_its_memory_has_the_snapshot_of_its_own_values(state
 
 def test_root_by_hand(state):
     a, b, c = state.leaves()
-    ab = hashlib.sha256(b"\x01" + a + b).digest()
-    top = hashlib.sha256(b"\x01" + ab + c).digest()
-    root = hashlib.sha256(b"atoll-state-root-1" + (3).to_bytes(8, "big") + top).digest()
+    ab = blake3(b"\x01" + a + b).digest()
+    top = blake3(b"\x01" + ab + c).digest()
+    root = blake3(b"atoll-state-root-2" + (3).to_bytes(8, "big") + top).digest()
     assert state.root() == root
 
 
@@ -147,7 +151,7 @@ def test_number_of_leaves_that_the_layout_denies_is_refused(state):
 
 def test_inner_node_does_not_pass_as_a_leaf(state):
     a, b, c = state.leaves()
-    ab = hashlib.sha256(b"\x01" + a + b).digest()
+    ab = blake3(b"\x01" + a + b).digest()
     assert merkle_root([ab, c]) != state.root()
 
 

@@ -59,6 +59,11 @@ def test_nearly_equal_lengths_share_memory():
     assert vectors.empty(2 * vectors.LONG - 7).shape == (2 * vectors.LONG - 7,)
 
 
+def test_long_vectors_begin_with_a_cache_line():
+    long = [vectors.empty(N + number) for number in range(3)]
+    assert [vector_N.data_ptr() % 64 for vector_N in long] == [0, 0, 0]
+
+
 def test_short_vectors_are_plain_ones():
     short = vectors.empty(5)
     assert short.shape == (5,)

@@ -141,18 +141,18 @@ class Epochs:
             del self._retired[next(iter(self._retired))]
         self._retired[status.peer_id, status.incarnation] = status.epoch, status.position
 
-    def note(self, alive: Sequence[KnownPeer], now_s: float) -> None:
-        """Note how far the run is, by the peers online."""
+    def note(self, alive: Sequence[KnownPeer], now_s: float, round_s: float) -> None:
+        """Note how far the run is, by the peers online; `round_s` is the length of a round."""
         head = self._replica.head
         furthest = common_position(alive, epoch=head.epoch) if self._is_open else 0
-        self._progress.note(max(head.position, furthest), now_s)
+        self._progress.note(max(head.position, furthest), now_s, round_s)
 
-    def is_stalled(self, now_s: float, round_s: float) -> bool:
+    def is_stalled(self, now_s: float) -> bool:
         """Return whether the run is stalled, or was until an epoch was opened for it."""
-        return self._progress.reopened > 0 or self._progress.is_stalled(now_s, round_s)
+        return self._progress.reopened > 0 or self._progress.is_stalled(now_s)
 
-    async def look(self, alive: Sequence[KnownPeer], now_s: float, round_s: float) -> None:
-        """Open an epoch if one is due; `round_s` is the length of a round."""
+    async def look(self, alive: Sequence[KnownPeer], now_s: float) -> None:
+        """Open an epoch if one is due."""
         head = self._replica.head
         if self.lacks_epochs and not self.is_by_heartbeats:
             await self._learn(alive, now_s)
@@ -172,16 +172,17 @@ class Epochs:
             await self.open(alive, now_s, Cause.ELECTORS_LEFT)
         elif await self._open_without_lost(alive, now_s):
             return
-        elif self._is_stalled(alive, now_s, round_s) and not self._is_lone(alive):
+        elif self._is_stalled(alive, now_s) and not self._is_lone(alive):
             await self._open_if_whole(alive, now_s)
         elif self._min_keepers:
             await self._change_keepers(alive, now_s)
 
-    def _is_stalled(self, alive: Sequence[KnownPeer], now_s: float, round_s: float) -> bool:
+    def _is_stalled(self, alive: Sequence[KnownPeer], now_s: float) -> bool:
         """Return whether the run stands still; if it cannot move, without waiting for a round."""
         electorate = self._replica.electorate
-        can_move = self._min_keepers or hold_quorum(not_restarted(electorate, alive), electorate)
-        return self._progress.is_stalled(now_s, round_s if can_move else 0.0)
+        voters = not_restarted(electorate, alive)
+        can_move = bool(self._min_keepers) or hold_quorum(voters, electorate)
+        return self._progress.is_stalled(now_s, can_move=can_move)
 
     async def _open_without_lost(self, alive: Sequence[KnownPeer], now_s: float) -> bool:
         """Open an epoch if electors died and the others are no quorum; return whether it did.

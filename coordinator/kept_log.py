@@ -249,7 +249,7 @@ class KeptLog:
 
     async def tick(self, now_s: float) -> None:
         """Do what is due by time alone; call it every `TICK_S`."""
-        self._epochs.note(self.alive(now_s), now_s)
+        self._epochs.note(self.alive(now_s), now_s, self._round_s(now_s))
         await self._look_for_epochs(now_s)
         if self._catching_up is not None:
             self._catching_up.look(self._claimed(now_s), now_s)
@@ -287,7 +287,7 @@ class KeptLog:
             alive and self._logged
         ):
             return "waiting"  # a trainer alone offers nothing (docs/protocol.md, part 2)
-        stalled = self._epochs.is_stalled(now_s, self._round_s(now_s))
+        stalled = self._epochs.is_stalled(now_s)
         return "stalled" if stalled or not alive else "training"
 
     # inside
@@ -342,7 +342,7 @@ class KeptLog:
 
     async def _look(self, now_s: float) -> None:
         if not self.is_finished and (self._logged or self.replica.opened is None):
-            await self._epochs.look(self.alive(now_s), now_s, self._round_s(now_s))
+            await self._epochs.look(self.alive(now_s), now_s)
             if self.started_s is None and self.replica.opened is not None:
                 self.started_s = self._around.clock()
                 self.replica.store.put_note("started", repr(self.started_s).encode())

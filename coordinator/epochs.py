@@ -111,6 +111,8 @@ class Epochs:
         """Asks peers where they stand; None in a gossip run, and before there is a node."""
         self.is_by_heartbeats = False
         """True in a gossip run, which has no votes."""
+        self.is_stuck = False
+        """True if peers are ahead, and nobody has what this replica needs to follow them."""
         self._asked_since_s: float | None = None
 
     @property
@@ -212,9 +214,10 @@ class Epochs:
         """Return whether a single trainer is online in a run that asks for more.
 
         It waits (docs/protocol.md, part 2, "Alone"), and no epoch helps it. The clock of a stall
-        continues: with the next trainer, an epoch opens without another wait.
+        continues: with the next trainer, an epoch opens without another wait. One that has no state
+        yet counts too: it may need the epoch to get one.
         """
-        return self._min_peers > 1 and len(electable(alive, epoch=self._replica.head.epoch)) == 1
+        return self._min_peers > 1 and sum(m.status.role == "trainer" for m in alive) == 1
 
     async def open(
         self, alive: Sequence[KnownPeer], now_s: float, cause: Cause | None = None
@@ -387,12 +390,18 @@ class Epochs:
     async def _open_if_whole(self, alive: Sequence[KnownPeer], now_s: float) -> None:
         """Open an epoch unless half of the trainers hold entries that are missing here.
 
-        An epoch at our head would void those entries, and no peer could return to that state: peers
-        do not keep states that old.
+        An epoch at our head would void those entries. If nobody has what it takes to fetch them,
+        they are given up: the run would never go on.
         """
         head = self._replica.head
-        ahead = common_position(alive, epoch=head.epoch) - head.position
-        if ahead <= 0:
+        holders = {status.peer_id for status in electable(alive, epoch=head.epoch)}
+        furthest = common_position(
+            [member for member in alive if member.status.peer_id in holders], epoch=head.epoch
+        )
+        ahead = furthest - head.position
+        if ahead > 0 and self.is_stuck:
+            self._report("warning", f"{ahead} rounds are void: no peer can show how to get there")
+        if ahead <= 0 or self.is_stuck:
             await self.open(alive, now_s)
         elif not self._behind_reported:
             text = f"{ahead} rounds are missing here; a new epoch opens once they are fetched"

@@ -26,24 +26,9 @@ from atoll.peer.recovery.recovery import Recovery
 from atoll.peer.recovery.sources import Source
 from support import kit
 from support.donors import Clock, StoreSource, answering, recovering
-from support.logs import RUN, Log, LogSource, open_replica
+from support.logs import RUN, Log, LogSource, flip, open_replica
 
 NEWEST = "position = (SELECT max(position) FROM snapshots)"
-
-
-def flip(folder: Path, table: str, column: str, where: str) -> None:
-    """Flip one bit in the middle of a stored value."""
-    with sqlite3.connect(folder / "log.sqlite") as db:
-        query = f"SELECT {column} FROM {table} WHERE {where}"
-        value = db.execute(query).fetchone()[0]
-        if isinstance(value, int):
-            changed: Any = value ^ 1
-        else:
-            raw = bytearray(value.encode() if isinstance(value, str) else value)
-            raw[len(raw) // 2] ^= 0x10
-            changed = bytes(raw)
-        db.execute(f"UPDATE {table} SET {column} = ? WHERE {where}", (changed,))
-    db.close()
 
 
 @pytest.fixture

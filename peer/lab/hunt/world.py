@@ -30,6 +30,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from atoll.coordinator import invites
 from atoll.coordinator.coordinator import Coordinator
 from atoll.coordinator.rpc import channel
+from atoll.coordinator.run import admission, eviction, keys
 from atoll.coordinator.run.admission import CLOCK_SLACK_S, Admission
 from atoll.coordinator.run.invite import Invite
 from atoll.coordinator.run.keys import RunKeys
@@ -37,7 +38,7 @@ from atoll.coordinator.run.levels import Level
 from atoll.coordinator.run.spec import RunSpec
 from atoll.coordinator.service import server
 from atoll.coordinator.service.service import Service
-from atoll.dht import clock
+from atoll.dht import clock, identity
 from atoll.dht.identity import Identity
 from atoll.dht.testing.memory import MemoryLink, MemoryNetwork, MemoryTransport
 from atoll.dht.transport import Check, TransportError
@@ -58,6 +59,7 @@ from atoll.peer.lab.hunt.edges import (
     Edges,
     HuntLoop,
     InlineExecutor,
+    KnownSignatures,
     NoCounter,
     here,
     living,
@@ -77,6 +79,7 @@ MOST_TASKS = 120  # of a machine, a second after everything has healed and gone 
 NUMEL = 1500
 BLOCKS = 3
 MOST_PEERS = 6
+VERIFYING = (admission, eviction, identity, keys)  # modules that verify signatures
 
 
 class WatchedReplica(LiveReplica):
@@ -593,6 +596,7 @@ class World:
     def places(self, edges: Edges) -> list[tuple[Any, str, Any]]:
         """Return what is replaced besides clocks, chance and disks."""
         queues = SimpleNamespace(SimpleQueue=TurnQueue, Empty=queue.Empty)
+        signatures = KnownSignatures()
         identities = SimpleNamespace(load_or_create=lambda path: here().identity)
         return [
             (peer_module, "Node", MemoryNode),
@@ -612,6 +616,7 @@ class World:
             (server, "_listen", self.listen),
             (channel, "pinned_channel", self.channel),
             (clock, "now_s", edges.run_clock_s),
+            *((module, "Ed25519PublicKey", signatures) for module in VERIFYING),
             (peer_module, "new_incarnation", edges.incarnation),
             (keeping, "new_incarnation", edges.incarnation),
             (keeping, "Ballots", WatchedBallots),
@@ -631,6 +636,7 @@ def run(plan: RunPlan, folder: Path) -> RunVerdict:
     atoll = logging.getLogger("atoll")
     was_collecting = gc.isenabled()
     gc.disable()  # when it runs is no matter of the seed, and it ends generators
+    gc.freeze()  # what was there before is not looked through at the end
     try:
         with (
             replaced(edges, world.places(edges)),
@@ -651,6 +657,7 @@ def run(plan: RunPlan, folder: Path) -> RunVerdict:
         if was_collecting:
             gc.enable()
             gc.collect()
+        gc.unfreeze()
     epoch, position = world.audit.furthest
     return RunVerdict(
         plan=plan,

@@ -62,10 +62,12 @@ class Damage:
     """Positions of entries that stay, without their certificates."""
     snapshots: list[int] = field(default_factory=list)
     epochs: list[int] = field(default_factory=list)
+    first_state: bool = False
+    """Whether the first state was damaged; the coordinator makes it again."""
 
     def __bool__(self) -> bool:
         found = (self.bodies, self.certificates, self.snapshots, self.epochs)
-        return bool(self.entries) or any(found)
+        return bool(self.entries) or any(found) or self.first_state
 
     def __str__(self) -> str:
         """Return one line for people."""
@@ -79,6 +81,8 @@ class Damage:
         for name, numbers in (("snapshots", self.snapshots), ("epochs", self.epochs)):
             if numbers:
                 found.append(f"{name} {', '.join(map(str, numbers[:8]))}")
+        if self.first_state:
+            found.append("the first state, which is made again here")
         return (
             f"the log on disk is damaged and dropped {'; '.join(found)}. Peers send them again; "
             "check the disk and the memory of this machine"
@@ -147,6 +151,17 @@ def _mend_snapshots(store: LogStore, chains: dict[int, bytes], damage: Damage) -
         if not is_whole:
             damage.snapshots.append(position)
     store.drop_snapshots(damage.snapshots)
+
+
+def reads_whole(store: LogStore, position: int) -> bool:
+    """Return whether a snapshot is here and all of its file has its digests; blocks."""
+    try:
+        snapshot = store.open_snapshot(position)
+        for index in range(snapshot.num_leaves):
+            snapshot.read_leaf(index)
+    except (NotStored, StoreCorrupt):
+        return False
+    return True
 
 
 def _mend_bodies(store: LogStore, damage: Damage) -> None:

@@ -384,10 +384,13 @@ class World:
 
     def _fault_rot(self, fault: PlannedFault) -> None:
         machine = self._some(fault)
-        log = machine.disk.folder / "log" / "log.sqlite"
-        if machine.is_up and log.exists():
+        folder = machine.disk.folder / "log"
+        if machine.is_up and (folder / "log.sqlite").exists():
             machine.tainted = True
-            _rot(log, fault)
+            if fault.who // len(self._machines()) % 3:
+                _rot_body(folder / "log.sqlite", fault)
+            else:
+                _rot_snapshot(folder, fault)
 
     def _fault_clock(self, fault: PlannedFault) -> None:
         machine, jump_s = self._some(fault), (fault.amount - 0.5) * 240
@@ -746,7 +749,18 @@ def _keys(plan: RunPlan) -> RunKeys:
 _TLS: tuple[bytes, bytes] | None = None
 
 
-def _rot(log: Path, fault: PlannedFault) -> None:
+def _rot_snapshot(folder: Path, fault: PlannedFault) -> None:
+    """Change a byte of a stored snapshot; what has opened the file reads it too."""
+    paths = sorted(folder.glob("snapshot-*.bin"))
+    if paths:
+        path = paths[fault.other % len(paths)]
+        data = bytearray(path.read_bytes())
+        data[int(fault.amount * len(data))] ^= 0x5A
+        with path.open("r+b") as file:
+            file.write(data)
+
+
+def _rot_body(log: Path, fault: PlannedFault) -> None:
     """Change a byte of a stored update, by another connection to the database."""
     db = sqlite3.Connection(str(log), timeout=1.0)
     try:

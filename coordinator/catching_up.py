@@ -19,12 +19,23 @@ from atoll.coordinator.run.levels import Level
 from atoll.dht.identity import short
 from atoll.dht.tasks import Tasks
 from atoll.optim.log.entry import Elector, Entry
-from atoll.optim.log.replica import DISK_ERRORS, LiveReplica, OnTaken, Recovered, RecoveryError
+from atoll.optim.log.mending import Damage
+from atoll.optim.log.replica import (
+    DISK_ERRORS,
+    LiveReplica,
+    Nowhere,
+    OnTaken,
+    Recovered,
+    RecoveryError,
+)
 from atoll.optim.log.store import StoreError
 
 SETTLING_S = 300.0  # a change that has begun hashes and writes a whole model before it ends
 AT_ONCE = 2  # logs that recover, each with bodies in memory; one that takes long holds up no other
 TRIES_FOR_DAMAGED = 12  # a minute; then what no peer has kept stays a gap
+# All that peers answer for so long is that nobody has what is missing: then the coordinator is
+# stuck. A peer that has it may be on its way back until then.
+STUCK_S = 300.0
 LAG_S = 5.0  # without progress; meanwhile peers prune more, and asking them where they are is cheap
 
 log = logging.getLogger(__name__)
@@ -101,6 +112,14 @@ class CatchUp:
         self._task: asyncio.Task[None] | None = None
         self._failure = ""
         """Why the last attempt failed."""
+        self._looked_s = 0.0
+        self._stuck_since_s: float | None = None
+        """Since when peers answer that nobody has what is missing."""
+
+    def is_stuck(self, now_s: float) -> bool:
+        """Return whether peers have long answered that nobody has what is missing here."""
+        since_s = self._stuck_since_s
+        return since_s is not None and now_s - since_s >= STUCK_S
 
     def look(self, furthest: int, now_s: float) -> None:
         """Start recovery if it is due; `furthest` is the highest position of a peer."""
@@ -108,11 +127,20 @@ class CatchUp:
         # A replica that diverged no longer updates its state: only its log can fall behind.
         replica = self._replica
         position = replica.position if replica.diverged else replica.state.position
+        self._take_damaged()
         if self._tries_for_damaged:
             furthest = max(furthest, position + 1)
         if not running and self._lag.is_due(position, furthest, now_s):
             self._tries_for_damaged = max(0, self._tries_for_damaged - 1)
+            self._looked_s = now_s
             self._task = self._tasks.spawn(self._in_turn())
+
+    def _take_damaged(self) -> None:
+        """Look for the updates that the disk has spoiled since the last look."""
+        damaged = self._replica.store.take_damaged()
+        if damaged:
+            self._log_event("error", str(Damage(bodies=damaged)))
+            self._tries_for_damaged = TRIES_FOR_DAMAGED
 
     async def close(self) -> None:
         """Cancel a recovery under way; the replica completes a change that it has begun."""
@@ -125,6 +153,9 @@ class CatchUp:
     async def _run(self) -> None:
         before, positions = self._replica.state.position, list[int]()
         try:
+            if self._tries_for_damaged:
+                await self._replica.bridge_gap()
+                self._on_taken(())
             recovered = await self._recover(self._replica, positions.append)
             if recovered is not None:
                 self._report(recovered, before, await self._note(positions))
@@ -133,8 +164,13 @@ class CatchUp:
                 self._tries_for_damaged = 0
                 self._log_event("info", "damaged records recovered from peers")
                 self._on_taken(())
-            self._failure = ""
+            self._failure, self._stuck_since_s = "", None
+        except Nowhere as error:
+            if self._stuck_since_s is None:
+                self._stuck_since_s = self._looked_s
+            self._report_failure(str(error))
         except (RecoveryError, StoreError, *DISK_ERRORS) as error:
+            self._stuck_since_s = None
             self._report_failure(str(error))
         except Exception:
             log.exception("catching up failed; retrying")

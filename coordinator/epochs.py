@@ -111,6 +111,8 @@ class Epochs:
         """Asks peers where they stand; None in a gossip run, and before there is a node."""
         self.is_by_heartbeats = False
         """True in a gossip run, which has no votes."""
+        self.is_stuck = False
+        """True if peers are ahead, and nobody has what this replica needs to follow them."""
         self._asked_since_s: float | None = None
 
     @property
@@ -141,18 +143,18 @@ class Epochs:
             del self._retired[next(iter(self._retired))]
         self._retired[status.peer_id, status.incarnation] = status.epoch, status.position
 
-    def note(self, alive: Sequence[KnownPeer], now_s: float) -> None:
-        """Note how far the run is, by the peers online."""
+    def note(self, alive: Sequence[KnownPeer], now_s: float, round_s: float) -> None:
+        """Note how far the run is, by the peers online; `round_s` is the length of a round."""
         head = self._replica.head
         furthest = common_position(alive, epoch=head.epoch) if self._is_open else 0
-        self._progress.note(max(head.position, furthest), now_s)
+        self._progress.note(max(head.position, furthest), now_s, round_s)
 
-    def is_stalled(self, now_s: float, round_s: float) -> bool:
+    def is_stalled(self, now_s: float) -> bool:
         """Return whether the run is stalled, or was until an epoch was opened for it."""
-        return self._progress.reopened > 0 or self._progress.is_stalled(now_s, round_s)
+        return self._progress.reopened > 0 or self._progress.is_stalled(now_s)
 
-    async def look(self, alive: Sequence[KnownPeer], now_s: float, round_s: float) -> None:
-        """Open an epoch if one is due; `round_s` is the length of a round."""
+    async def look(self, alive: Sequence[KnownPeer], now_s: float) -> None:
+        """Open an epoch if one is due."""
         head = self._replica.head
         if self.lacks_epochs and not self.is_by_heartbeats:
             await self._learn(alive, now_s)
@@ -172,16 +174,17 @@ class Epochs:
             await self.open(alive, now_s, Cause.ELECTORS_LEFT)
         elif await self._open_without_lost(alive, now_s):
             return
-        elif self._is_stalled(alive, now_s, round_s) and not self._is_lone(alive):
+        elif self._is_stalled(alive, now_s) and not self._is_lone(alive):
             await self._open_if_whole(alive, now_s)
         elif self._min_keepers:
             await self._change_keepers(alive, now_s)
 
-    def _is_stalled(self, alive: Sequence[KnownPeer], now_s: float, round_s: float) -> bool:
+    def _is_stalled(self, alive: Sequence[KnownPeer], now_s: float) -> bool:
         """Return whether the run stands still; if it cannot move, without waiting for a round."""
         electorate = self._replica.electorate
-        can_move = self._min_keepers or hold_quorum(not_restarted(electorate, alive), electorate)
-        return self._progress.is_stalled(now_s, round_s if can_move else 0.0)
+        voters = not_restarted(electorate, alive)
+        can_move = bool(self._min_keepers) or hold_quorum(voters, electorate)
+        return self._progress.is_stalled(now_s, can_move=can_move)
 
     async def _open_without_lost(self, alive: Sequence[KnownPeer], now_s: float) -> bool:
         """Open an epoch if electors died and the others are no quorum; return whether it did.
@@ -211,9 +214,10 @@ class Epochs:
         """Return whether a single trainer is online in a run that asks for more.
 
         It waits (docs/protocol.md, part 2, "Alone"), and no epoch helps it. The clock of a stall
-        continues: with the next trainer, an epoch opens without another wait.
+        continues: with the next trainer, an epoch opens without another wait. One that has no state
+        yet counts too: it may need the epoch to get one.
         """
-        return self._min_peers > 1 and len(electable(alive, epoch=self._replica.head.epoch)) == 1
+        return self._min_peers > 1 and sum(m.status.role == "trainer" for m in alive) == 1
 
     async def open(
         self, alive: Sequence[KnownPeer], now_s: float, cause: Cause | None = None
@@ -386,12 +390,18 @@ class Epochs:
     async def _open_if_whole(self, alive: Sequence[KnownPeer], now_s: float) -> None:
         """Open an epoch unless half of the trainers hold entries that are missing here.
 
-        An epoch at our head would void those entries, and no peer could return to that state: peers
-        do not keep states that old.
+        An epoch at our head would void those entries. If nobody has what it takes to fetch them,
+        they are given up: the run would never go on.
         """
         head = self._replica.head
-        ahead = common_position(alive, epoch=head.epoch) - head.position
-        if ahead <= 0:
+        holders = {status.peer_id for status in electable(alive, epoch=head.epoch)}
+        furthest = common_position(
+            [member for member in alive if member.status.peer_id in holders], epoch=head.epoch
+        )
+        ahead = furthest - head.position
+        if ahead > 0 and self.is_stuck:
+            self._report("warning", f"{ahead} rounds are void: no peer can show how to get there")
+        if ahead <= 0 or self.is_stuck:
             await self.open(alive, now_s)
         elif not self._behind_reported:
             text = f"{ahead} rounds are missing here; a new epoch opens once they are fetched"

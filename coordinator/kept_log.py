@@ -29,11 +29,12 @@ from atoll.coordinator.rounds import RoundHistory, contributors
 from atoll.coordinator.run.levels import Level
 from atoll.coordinator.run.spec import RunSpec
 from atoll.coordinator.run.status import PeerStatus, RunState
+from atoll.coordinator.scrubbing import Scrubbing
 from atoll.coordinator.signing import EpochSigner
 from atoll.optim.log.entry import Claim, Elector, Entry, LogError
 from atoll.optim.log.mending import Damage
 from atoll.optim.log.replica import DISK_ERRORS, LiveReplica, NotNext
-from atoll.optim.log.store import StoreHead
+from atoll.optim.log.store import SnapshotInfo, StoreHead
 from atoll.optim.reduction.cells import Bytes
 
 TICK_S = 0.5  # a new epoch opens at most this long after it is due
@@ -97,6 +98,7 @@ class KeptLog:
             report=self._report,
         )
         self._epochs.is_by_heartbeats = not self._logged
+        self._signer = parts.signer
         if self._logged:
             self._epochs.report_loss()
         self._damage = damage
@@ -107,6 +109,7 @@ class KeptLog:
         self._checkpoints = Checkpointing(spec, replica, parts.checkpoints, self._report)
         self._catching_up: CatchUp | None = None
         self._models: KeptModels | None = None
+        self._scrubbing = Scrubbing(replica, self._report) if self._logged else None
         self.gaps = replica.store.gaps()
         self._divergence_reported = False
         self._ask_from_s = 0.0
@@ -208,6 +211,12 @@ class KeptLog:
         """Note that a peer resigned: it has not voted from its position on, and never will."""
         self._epochs.retire(status)
 
+    def sign_root(self, info: SnapshotInfo) -> bytes:
+        """Sign the root of a snapshot here; empty if this machine computes wrongly."""
+        if self.replica.diverged or not self._logged:
+            return b""
+        return self._signer.sign_root(self.replica.run_id, info.position, info.chain, info.root)
+
     def report_disk(self, error: Exception) -> None:
         """Report a failed write, and ask no peer for entries for `DISK_PAUSE_S`."""
         self._ask_from_s = self._around.steady() + DISK_PAUSE_S
@@ -252,10 +261,13 @@ class KeptLog:
 
     async def tick(self, now_s: float) -> None:
         """Do what is due by time alone; call it every `TICK_S`."""
-        self._epochs.note(self.alive(now_s), now_s)
-        await self._look_for_epochs(now_s)
+        self._epochs.note(self.alive(now_s), now_s, self._round_s(now_s))
         if self._catching_up is not None:
+            self._epochs.is_stuck = self._catching_up.is_stuck(now_s)
             self._catching_up.look(self._claimed(now_s), now_s)
+        if self._scrubbing is not None:
+            self._scrubbing.look(now_s)
+        await self._look_for_epochs(now_s)
         if self._models is not None:
             self._models.look(self.position(now_s), now_s)
 
@@ -264,6 +276,8 @@ class KeptLog:
         if self._looking is not None:
             self._looking.cancel()
             await asyncio.gather(self._looking, return_exceptions=True)
+        if self._scrubbing is not None:
+            await self._scrubbing.close()
         await self._checkpoints.close()
 
     # Standing
@@ -290,7 +304,7 @@ class KeptLog:
             alive and self._logged
         ):
             return "waiting"  # a trainer alone offers nothing (docs/protocol.md, part 2)
-        stalled = self._epochs.is_stalled(now_s, self._round_s(now_s))
+        stalled = self._epochs.is_stalled(now_s)
         return "stalled" if stalled or not alive else "training"
 
     # inside
@@ -345,7 +359,7 @@ class KeptLog:
 
     async def _look(self, now_s: float) -> None:
         if not self.is_finished and (self._logged or self.replica.opened is None):
-            await self._epochs.look(self.alive(now_s), now_s, self._round_s(now_s))
+            await self._epochs.look(self.alive(now_s), now_s)
             if self.started_s is None and self.replica.opened is not None:
                 self.started_s = self._around.clock()
                 self.replica.store.put_note("started", repr(self.started_s).encode())

@@ -228,11 +228,18 @@ class StallClock:
     since_s: float = 0.0
     reopened: int = 0
     """Epochs opened since the last progress."""
+    round_s: float = 0.0
+    """The shortest that a round was expected to take since the last progress; 0 if unknown.
 
-    def note(self, position: int, now_s: float) -> None:
-        """Note the furthest position of any peer."""
+    Speeds that trainers report may fall while they wait, so that the expected round always stays
+    longer than the wait."""
+
+    def note(self, position: int, now_s: float, round_s: float = 0.0) -> None:
+        """Note the furthest position of any peer, and how long a round takes, 0 if unknown."""
         if position > self.position:
-            self.position, self.since_s, self.reopened = position, now_s, 0
+            self.position, self.since_s, self.reopened, self.round_s = position, now_s, 0, 0.0
+        if round_s:
+            self.round_s = min(self.round_s or round_s, round_s)
 
     def restart(self, now_s: float, *, again: bool) -> None:
         """Restart the clock after an epoch opened; `again` unless it was the first."""
@@ -243,15 +250,16 @@ class StallClock:
         """Exclude time in which no peer is online that could make progress."""
         self.since_s = now_s
 
-    def is_stalled(self, now_s: float, round_s: float) -> bool:
-        """Return True if a new epoch is due; `round_s` is the length of a round, 0 if unknown.
+    def is_stalled(self, now_s: float, *, can_move: bool = True) -> bool:
+        """Return True if a new epoch is due.
 
-        A slow run gets three rounds, so that a long round is not taken for a stall. Each epoch that
-        brings no progress doubles the wait.
+        A slow run gets three rounds, so that a long round is not taken for a stall; none if it
+        cannot move. Each epoch that brings no progress doubles the wait.
         """
+        rounds_s = 3 * self.round_s if can_move else 0.0
         # 2**10 exceeds the limit below in any case, and a float overflows at 2**1024.
-        patience_s = max(STALL_S, 3 * round_s) * 2.0 ** min(self.reopened, 10)
-        return now_s - self.since_s > min(patience_s, max(MAX_STALL_S, 3 * round_s))
+        patience_s = max(STALL_S, rounds_s) * 2.0 ** min(self.reopened, 10)
+        return now_s - self.since_s > min(patience_s, max(MAX_STALL_S, rounds_s))
 
 
 @dataclass

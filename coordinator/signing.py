@@ -24,7 +24,7 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-from atoll.optim.log.entry import Epoch, epoch_payload
+from atoll.optim.log.entry import Epoch, epoch_payload, root_payload
 
 SIGNED_FILE = "epoch.signed"
 NONE_SIGNED = -1
@@ -75,6 +75,10 @@ class EpochSigner:
         # First on disk: a crash between the two skips a number, which harms nothing.
         self._keep(epoch, NONE_SIGNED if self.left is None else self.left)
         return self._sign(payload)
+
+    def sign_root(self, run_id: bytes, position: int, chain: bytes, root: bytes) -> bytes:
+        """Sign the root of a state that this coordinator computed; nothing else opens with it."""
+        return self._sign(root_payload(run_id, position, chain, root))
 
 
 def begin(path: Path) -> None:

@@ -43,6 +43,7 @@ from atoll.coordinator.run.spec_problems import SpecError
 from atoll.coordinator.run.status import Event, PeerStatus, RoundReport
 from atoll.coordinator.run.tokenizer_file import MAX_PACKED_BYTES, TokenizerFileError, unpack
 from atoll.dht import Identity
+from atoll.optim.log.entry import SignedRoot
 from atoll.optim.log.store import StoreHead
 from atoll.optim.state.layout import Layout, LayoutError
 from atoll.optim.state.outer_state import LEAF_BYTES, merkle_root, snapshot_bytes
@@ -125,6 +126,17 @@ class FetchedSnapshot:
     layout: Layout
     first_body: int
     """Position from which the coordinator holds every body; above 0 after a gap in its log."""
+    signature: bytes = b""
+    """Of the run's key for the root (`root_payload`), unverified; empty if it gave none."""
+
+    @property
+    def signed_root(self) -> SignedRoot | None:
+        """The root with its signature, None without one."""
+        if not self.signature:
+            return None
+        return SignedRoot(
+            position=self.position, chain=self.chain, root=self.root, signature=self.signature
+        )
 
 
 class CoordinatorClient(StatusClient):
@@ -471,6 +483,7 @@ def _read_snapshot(info: pb.SnapshotInfo) -> FetchedSnapshot:
         leaf_digests=digests,
         layout=layout,
         first_body=info.first_body,
+        signature=info.signature,
     )
 
 

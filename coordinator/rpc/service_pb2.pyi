@@ -269,20 +269,22 @@ class EntryHeader(_message.Message):
     def __init__(self, epoch: _Optional[int] = ..., position: _Optional[int] = ..., entry: _Optional[bytes] = ..., certificate: _Optional[bytes] = ..., chain: _Optional[bytes] = ..., body_bytes: _Optional[int] = ...) -> None: ...
 
 class SnapshotInfo(_message.Message):
-    __slots__ = ("position", "chain", "root", "leaf_digests", "layout", "first_body")
+    __slots__ = ("position", "chain", "root", "leaf_digests", "layout", "first_body", "signature")
     POSITION_FIELD_NUMBER: _ClassVar[int]
     CHAIN_FIELD_NUMBER: _ClassVar[int]
     ROOT_FIELD_NUMBER: _ClassVar[int]
     LEAF_DIGESTS_FIELD_NUMBER: _ClassVar[int]
     LAYOUT_FIELD_NUMBER: _ClassVar[int]
     FIRST_BODY_FIELD_NUMBER: _ClassVar[int]
+    SIGNATURE_FIELD_NUMBER: _ClassVar[int]
     position: int
     chain: bytes
     root: bytes
     leaf_digests: bytes
     layout: str
     first_body: int
-    def __init__(self, position: _Optional[int] = ..., chain: _Optional[bytes] = ..., root: _Optional[bytes] = ..., leaf_digests: _Optional[bytes] = ..., layout: _Optional[str] = ..., first_body: _Optional[int] = ...) -> None: ...
+    signature: bytes
+    def __init__(self, position: _Optional[int] = ..., chain: _Optional[bytes] = ..., root: _Optional[bytes] = ..., leaf_digests: _Optional[bytes] = ..., layout: _Optional[str] = ..., first_body: _Optional[int] = ..., signature: _Optional[bytes] = ...) -> None: ...
 
 class Leaf(_message.Message):
     __slots__ = ("index", "data")

@@ -78,7 +78,7 @@ from atoll.dht import verify
 from atoll.dht.addresses import ip_of
 from atoll.dht.tasks import Tasks
 from atoll.optim.log.entry import genesis_chain
-from atoll.optim.log.mending import Damage, mend
+from atoll.optim.log.mending import Damage, mend, reads_whole
 from atoll.optim.log.replica import (
     DISK_ERRORS,
     LiveReplica,
@@ -481,6 +481,8 @@ def _resume(
         if 0 not in store.snapshot_positions():
             first = first if first is not None else _same_genesis(make, root)
             store.save_snapshot(first, chain)
+        elif not reads_whole(store, 0):
+            _mend_genesis(store, make, root, damage)
         first = None  # `resume` loads it again, with all its leaves checked
         module = Module(
             run_id=identifier,
@@ -626,6 +628,19 @@ def _same_genesis(make: Callable[[], OuterState], root: bytes) -> OuterState:
             "and the model has changed since; remove the directory and start again"
         )
     return state
+
+
+def _mend_genesis(
+    store: LogStore, make: Callable[[], OuterState], root: bytes, damage: Damage
+) -> None:
+    """Make the first state again, which the disk has spoiled; without it, a later one must do."""
+    try:
+        store.save_snapshot(_same_genesis(make, root), store.genesis_chain)
+        damage.first_state = True
+    except WrongDirectory:
+        if len(store.snapshot_positions()) == 1:
+            raise
+        damage.snapshots.append(0)
 
 
 def _tokenizer(spec: RunSpec, read: Callable[[], bytes] | None, path: Path) -> bytes:

@@ -42,6 +42,7 @@ from atoll.coordinator.run.status import Event, PeerStatus, RoundReport, StatusE
 from atoll.coordinator.service.places import CallPlaces
 from atoll.coordinator.service.watching import PortsWatch
 from atoll.optim.log.entry import Claim, Entry
+from atoll.optim.log.mending import checked_body
 from atoll.optim.log.store import LogStore, NotStored, SnapshotInfo, StoreHead
 from atoll.optim.state import vectors
 from atoll.optim.state.outer_state import LEAF_BYTES
@@ -303,8 +304,8 @@ class Service:
             async for reply in self._tokenizer():
                 yield reply
             return
-        store = self._run.log_of(request.module).replica.store
-        kinds: dict[str | None, Callable[[LogStore, Any], AsyncIterator[pb.FetchReply]]] = {
+        log = self._run.log_of(request.module)
+        kinds: dict[str | None, Callable[[KeptLog, Any], AsyncIterator[pb.FetchReply]]] = {
             "entries": self._entries,
             "snapshot": self._snapshot,
             "leaves": self._leaves,
@@ -313,12 +314,11 @@ class Service:
             raise Refusal(
                 RefusalStatus.INVALID_ARGUMENT, "expected entries, snapshot, leaves or tokenizer"
             )
-        async for reply in kinds[what](store, getattr(request, what or "")):
+        async for reply in kinds[what](log, getattr(request, what or "")):
             yield reply
 
-    async def _entries(
-        self, store: LogStore, request: pb.EntryRange
-    ) -> AsyncIterator[pb.FetchReply]:
+    async def _entries(self, log: KeptLog, request: pb.EntryRange) -> AsyncIterator[pb.FetchReply]:
+        store = log.replica.store
         start, stop = request.start, request.start + min(request.count, MAX_ENTRIES)
         while start < stop:
             records = await asyncio.to_thread(store.headers, start, min(64, stop - start))
@@ -337,13 +337,14 @@ class Service:
                 )
                 yield pb.FetchReply(header=header)
                 if request.bodies:
-                    async for chunk in _in_thread(store.body_chunks(record.position)):
+                    async for chunk in _in_thread(checked_body(store, record.position)):
                         yield pb.FetchReply(chunk=chunk)
             start = records[-1].position + 1
 
     async def _snapshot(
-        self, store: LogStore, request: pb.SnapshotRequest
+        self, log: KeptLog, request: pb.SnapshotRequest
     ) -> AsyncIterator[pb.FetchReply]:
+        store = log.replica.store
         info = await asyncio.to_thread(_find_snapshot, store, request)
         first_body = await asyncio.to_thread(store.first_with_bodies)
         yield pb.FetchReply(
@@ -354,10 +355,12 @@ class Service:
                 leaf_digests=b"".join(info.leaf_digests),
                 layout=info.layout.to_json(),
                 first_body=first_body,
+                signature=log.sign_root(info),
             )
         )
 
-    async def _leaves(self, store: LogStore, request: pb.LeafRange) -> AsyncIterator[pb.FetchReply]:
+    async def _leaves(self, log: KeptLog, request: pb.LeafRange) -> AsyncIterator[pb.FetchReply]:
+        store = log.replica.store
         with store.lease(request.position):
             info = await asyncio.to_thread(store.snapshot, request.position)
             stop = min(request.start + request.count, len(info.leaf_digests))

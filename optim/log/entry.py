@@ -519,6 +519,31 @@ def epoch_payload(epoch: bytes) -> bytes:
     return b"atoll epoch 1" + epoch
 
 
+@dataclass(frozen=True, kw_only=True)
+class SignedRoot:
+    """The root of a state that the coordinator computed, signed by the run's key.
+
+    It stands for a certified root where none can be had: whoever needs the state lacks an update
+    that nobody holds any more.
+    """
+
+    position: int
+    chain: bytes
+    """The chain there."""
+    root: bytes
+    signature: bytes
+
+    def holds(self, run_id: bytes, verify_run: Callable[[bytes, bytes], bool]) -> bool:
+        """Return whether the run's key signed it for this log."""
+        payload = root_payload(run_id, self.position, self.chain, self.root)
+        return verify_run(payload, self.signature)
+
+
+def root_payload(run_id: bytes, position: int, chain: bytes, root: bytes) -> bytes:
+    """Return what the run's key signs of a state that the coordinator computed."""
+    return b"atoll root 1" + run_id + position.to_bytes(8, "big") + chain + root
+
+
 def ballot_payload(
     kind: BallotKind,
     *,

@@ -12,10 +12,15 @@ peers send it again:
     a snapshot, epoch    it goes
 
 The check reads the whole log once, about 1 GB a second.
+
+A log in use is checked too: bodies as they are sent (`checked_body`), and all that is stored again
+and again, slowly (`Scrub`). A body that does not fit is dropped alone, for the state here is right;
+the ledger's owner learns of it (`LogStore.take_damaged`) while peers may still have the body.
 """
 
 from __future__ import annotations
 
+import hashlib
 import sqlite3
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -31,7 +36,14 @@ from atoll.optim.log.entry import (
     sha256,
     split_body,
 )
-from atoll.optim.log.store import LogStore, StoreCorrupt, StoredEntry, StoreError
+from atoll.optim.log.store import (
+    Damaged,
+    LogStore,
+    NotStored,
+    StoreCorrupt,
+    StoredEntry,
+    StoreError,
+)
 from atoll.optim.state.layout import LayoutError
 
 PAGE = 64  # entries read at once
@@ -50,10 +62,12 @@ class Damage:
     """Positions of entries that stay, without their certificates."""
     snapshots: list[int] = field(default_factory=list)
     epochs: list[int] = field(default_factory=list)
+    first_state: bool = False
+    """Whether the first state was damaged; the coordinator makes it again."""
 
     def __bool__(self) -> bool:
         found = (self.bodies, self.certificates, self.snapshots, self.epochs)
-        return bool(self.entries) or any(found)
+        return bool(self.entries) or any(found) or self.first_state
 
     def __str__(self) -> str:
         """Return one line for people."""
@@ -67,6 +81,8 @@ class Damage:
         for name, numbers in (("snapshots", self.snapshots), ("epochs", self.epochs)):
             if numbers:
                 found.append(f"{name} {', '.join(map(str, numbers[:8]))}")
+        if self.first_state:
+            found.append("the first state, which is made again here")
         return (
             f"the log on disk is damaged and dropped {'; '.join(found)}. Peers send them again; "
             "check the disk and the memory of this machine"
@@ -137,6 +153,17 @@ def _mend_snapshots(store: LogStore, chains: dict[int, bytes], damage: Damage) -
     store.drop_snapshots(damage.snapshots)
 
 
+def reads_whole(store: LogStore, position: int) -> bool:
+    """Return whether a snapshot is here and all of its file has its digests; blocks."""
+    try:
+        snapshot = store.open_snapshot(position)
+        for index in range(snapshot.num_leaves):
+            snapshot.read_leaf(index)
+    except (NotStored, StoreCorrupt):
+        return False
+    return True
+
+
 def _mend_bodies(store: LogStore, damage: Damage) -> None:
     newest = max(store.snapshot_positions(), default=0)
     for record in _records(store):
@@ -196,6 +223,113 @@ def _records(store: LogStore) -> Iterator[StoredEntry]:
     start, stop = store.base[0], store.head.position
     for first in range(start, stop, PAGE):
         yield from store.headers(first, PAGE)
+
+
+def checked_body(store: LogStore, position: int) -> Iterator[bytes]:
+    """Yield a stored body in pieces of at most 1 MiB, each part of it checked at its end.
+
+    Raises:
+        NotStored: it is not here.
+        Damaged: the disk has spoiled it, and it was dropped; what was yielded of it is no use.
+    """
+    record = store.get(position)
+    if record is None:
+        raise NotStored(f"entry {position} is not here")
+    try:
+        parts = _PartDigests(Entry.decode(record.entry))
+    except LogError:  # of an earlier version: whole, but not for this one to read
+        yield from store.body_chunks(position)
+        return
+    for chunk in store.body_chunks(position):
+        if not parts.fit(chunk):
+            break
+        yield chunk
+    else:
+        if parts.are_whole:
+            return
+    store.drop_damaged(position)
+    raise Damaged(f"the body of entry {position} was damaged on the disk: ask another peer")
+
+
+class _PartDigests:
+    """Compares the parts of a body with their digests, as their bytes come."""
+
+    def __init__(self, entry: Entry) -> None:
+        self._parts = [part for part in entry.parts if part.wire_bytes][::-1]
+        self._seen, self._hash = 0, hashlib.sha256()
+
+    @property
+    def are_whole(self) -> bool:
+        """Return whether all parts have come, with their digests."""
+        return not self._parts
+
+    def fit(self, chunk: bytes) -> bool:
+        """Take the next bytes; return False if they do not end a part as its digest says."""
+        left = memoryview(chunk)
+        while left:
+            if not self._parts:
+                return False
+            part = self._parts[-1]
+            piece = left[: part.wire_bytes - self._seen]
+            self._hash.update(piece)
+            self._seen, left = self._seen + len(piece), left[len(piece) :]
+            if self._seen == part.wire_bytes:
+                if self._hash.digest() != part.digest:
+                    return False
+                self._parts.pop()
+                self._seen, self._hash = 0, hashlib.sha256()
+        return True
+
+
+class Scrub:
+    """Reads the bodies and snapshots of a log in use, the newest first, and checks them.
+
+    Peers keep the newest bodies alone, so these can be had again.
+    """
+
+    def __init__(self, store: LogStore) -> None:
+        """Begin with nothing read."""
+        self._store = store
+        self._pass = self._read()
+        self.damaged_snapshots: list[int] = []
+        """Positions of those that were found damaged, and dropped unless they are the first."""
+
+    def step(self, max_bytes: int) -> bool:
+        """Read about so many bytes; return True once all of the log was read. Blocks."""
+        for read in self._pass:
+            max_bytes -= read
+            if max_bytes <= 0:
+                return False
+        self._pass = self._read()
+        return True
+
+    def _read(self) -> Iterator[int]:
+        for position in reversed(self._store.snapshot_positions()):
+            yield from self._read_snapshot(position)
+        stop = self._store.head.position
+        while stop > self._store.base[0]:
+            first = max(self._store.base[0], stop - PAGE)
+            for record in reversed(self._store.headers(first, stop - first)):
+                if record.has_body:
+                    yield from self._read_body(record.position)
+            stop = first
+
+    def _read_body(self, position: int) -> Iterator[int]:
+        with suppress(NotStored):  # pruned meanwhile, or damaged
+            for chunk in checked_body(self._store, position):
+                yield len(chunk)
+
+    def _read_snapshot(self, position: int) -> Iterator[int]:
+        try:
+            snapshot = self._store.open_snapshot(position)
+            for index in range(snapshot.num_leaves):
+                yield len(snapshot.read_leaf(index))
+        except NotStored:  # pruned meanwhile
+            return
+        except StoreCorrupt:
+            self.damaged_snapshots.append(position)
+            if position:  # what the first state is made from may be gone; a start makes it again
+                self._store.drop_snapshots([position])
 
 
 @contextmanager

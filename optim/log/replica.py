@@ -69,6 +69,7 @@ from atoll.optim.log.entry import (
     MalformedRecord,
     Newcomer,
     SignedEpoch,
+    SignedRoot,
     StateRoot,
     Trust,
     Verify,
@@ -959,7 +960,12 @@ class Replica(ReplicaView):
 
     # Recovery
 
-    def install(self, state: OuterState, claims: Sequence[Claim] = ()) -> list[Claim]:
+    def install(
+        self,
+        state: OuterState,
+        claims: Sequence[Claim] = (),
+        signed: SignedRoot | None = None,
+    ) -> list[Claim]:
         """Continue from a snapshot, past entries whose bodies nobody may have.
 
         A peer's log then begins with the claims before it, which later joiners need. A ledger adds
@@ -968,6 +974,7 @@ class Replica(ReplicaView):
         Args:
             state: the first state of the run, or one whose root an entry certifies.
             claims: consecutive verified entries around it; those that are not needed do no harm.
+            signed: the root of the state by the run's key, if no entry certifies it.
 
         Returns:
             The entries that were new here.
@@ -976,7 +983,10 @@ class Replica(ReplicaView):
             NotNext: the entries that are missing here do not begin at the head of a ledger.
             ChainMismatch: no entry certifies the state.
         """
-        self._expect_certified(state, claims)
+        if signed is None:
+            self._expect_certified(state, claims)
+        else:
+            self._expect_signed(state, claims, signed)
         state = state.moved(self.allocate)
         if self.is_ledger:
             return self._extend(state, claims)
@@ -1009,6 +1019,18 @@ class Replica(ReplicaView):
                 f"snapshot {state.position}: expected the root that entry "
                 f"{state.position + self.snapshot_every} certifies, got {state.root().hex()[:12]}"
             )
+
+    def _expect_signed(
+        self, state: OuterState, claims: Sequence[Claim], signed: SignedRoot
+    ) -> None:
+        here = state.position, self._place_of(state, claims).chain, state.root()
+        if here != (signed.position, signed.chain, signed.root):
+            raise ChainMismatch(
+                f"snapshot {state.position}: expected the signed root {signed.root.hex()[:12]} at "
+                f"its place in the log, got {state.root().hex()[:12]}"
+            )
+        if not signed.holds(self.run_id, self._verify_run):
+            raise ChainMismatch(f"snapshot {state.position}: the run's key did not sign its root")
 
     def _place_of(self, state: OuterState, claims: Sequence[Claim]) -> LogPlace:
         place = place_before(claims, state.position, self.opened)
@@ -1065,6 +1087,16 @@ class Replica(ReplicaView):
         after = replace(self.standing, state=state, leaps=at.leaps + 1)
         self.standing = replace(self._replayed(after), head=after.head)
         return new
+
+    def bridge_gap(self) -> None:
+        """Store the state at the head if no stored snapshot lies after the last missing update.
+
+        Without it, nobody could get to the state at the head from here: not this ledger after a
+        restart, and no peer.
+        """
+        newest = max(self.store.snapshot_positions(), default=-1)
+        if self.is_ledger and self.is_current and self.store.first_with_bodies() > newest:
+            self.store.save_snapshot(self.state, self.chain)
 
     def add_body(self, position: int, body: Bytes) -> None:
         """Put back the body of a stored entry.
@@ -1238,6 +1270,10 @@ class Recovered:
 
 class RecoveryError(RuntimeError):
     """A replica cannot catch up now; it is worth another try later."""
+
+
+class Nowhere(RecoveryError):
+    """Peers answered, and none of them has what is missing."""
 
 
 class LiveReplica(ReplicaView):
@@ -1420,7 +1456,12 @@ class LiveReplica(ReplicaView):
     # Recovery
 
     async def install(
-        self, state: OuterState, claims: Sequence[Claim] = (), on_taken: OnTaken = _ignore
+        self,
+        state: OuterState,
+        claims: Sequence[Claim] = (),
+        on_taken: OnTaken = _ignore,
+        *,
+        signed: SignedRoot | None = None,
     ) -> None:
         """Continue from a snapshot; see `Replica.install`."""
 
@@ -1430,9 +1471,13 @@ class LiveReplica(ReplicaView):
 
         self.is_installing = True
         try:
-            await self.change(lambda: self.core.install(state, claims), report)
+            await self.change(lambda: self.core.install(state, claims, signed), report)
         finally:
             self.is_installing = False
+
+    async def bridge_gap(self) -> None:
+        """Store the state at the head if only that leads there; see `Replica.bridge_gap`."""
+        await self.change(self.core.bridge_gap, is_move=False)
 
     async def add_body(self, position: int, body: Bytes) -> None:
         """Put back the body of a stored entry; see `Replica.add_body`."""

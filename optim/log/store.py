@@ -26,6 +26,7 @@ Exceptions:
       OutOfOrder        an entry that does not come next
       Conflict          another entry at a position that is taken
       NotStored         a body or snapshot that is not here (any more)
+        Damaged         the disk has spoiled it
 """
 
 from __future__ import annotations
@@ -114,6 +115,10 @@ class Conflict(StoreError):
 
 class NotStored(StoreError):
     """A body or snapshot that was pruned or never here."""
+
+
+class Damaged(NotStored):
+    """A body or snapshot that the disk has spoiled; it is no longer stored."""
 
 
 def open_log(path: Path, run_id: bytes, *, fsync: bool) -> sqlite3.Connection:
@@ -435,6 +440,8 @@ class LogStore:
         self._lock = threading.RLock()
         self._leases: dict[int, int] = {}
         self._pruned = 0
+        self._damaged: list[int] = []
+        """positions of bodies that the disk has spoiled, of which nobody knows yet"""
         self._unwritten: dict[int, memoryview] = {}
         """bodies that `write_bodies` has yet to write, by position"""
         self._writing = threading.Lock()
@@ -631,6 +638,18 @@ class LogStore:
         with self._changing():
             for position in positions:
                 self._drop_body(position)
+
+    def drop_damaged(self, position: int) -> None:
+        """Drop a body that was found to be damaged while the log is in use."""
+        self.drop_bodies([position])
+        with self._lock:
+            self._damaged.append(position)
+
+    def take_damaged(self) -> list[int]:
+        """Return the positions of such bodies, each once, oldest first."""
+        with self._lock:
+            damaged, self._damaged = self._damaged, []
+        return sorted(damaged)
 
     def certificate_checks(self, start: int, count: int) -> dict[int, int]:
         """Return the CRC-32 of certificates by position; none of a log of an earlier version."""

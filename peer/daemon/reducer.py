@@ -186,11 +186,13 @@ class TrainerProgress:
             return None
         trained_s, tokens = self._trained_s(), self._tokens // self._num_fragments
         since_s = max(time.monotonic() - self._began_s, 1e-9)
+        # A wait counts once it is over: a run that stands still makes nobody slow.
+        until_wait_s = (self._waits_since_s or time.monotonic()) - self._began_s
         return TrainerView(
             ready_in_s=max(0.0, self.window_s - (trained_s - self._ended_s)),
             inner_steps=self.timetable.window(self.position),
             tokens=tokens,
-            tokens_per_s=tokens / since_s,
+            tokens_per_s=tokens / max(until_wait_s, 1e-9),
             loss=self._loss,
             utilisation=min(1.0, trained_s / since_s),
             device=self.device,

@@ -13,6 +13,7 @@ Errors:
 
     RecoveryError (RuntimeError; atoll.optim.log.replica)
      +-- NoDonor     nobody who could be reached has what is missing; try again later
+          +-- NoWay  donors answered, and have neither the updates nor a state that can be proved
 """
 
 from __future__ import annotations
@@ -33,10 +34,11 @@ from atoll.optim.log.entry import (
     LogError,
     LogPlace,
     MalformedRecord,
+    SignedRoot,
     place_after,
     place_at_base,
 )
-from atoll.optim.log.replica import LiveReplica, OnTaken, Recovered, RecoveryError
+from atoll.optim.log.replica import LiveReplica, Nowhere, OnTaken, Recovered, RecoveryError
 from atoll.optim.state.outer_state import (
     LEAF_BYTES,
     Assembly,
@@ -44,7 +46,7 @@ from atoll.optim.state.outer_state import (
     StateError,
     snapshot_bytes,
 )
-from atoll.peer.recovery.sources import FETCH_ERRORS, Donor, Source, Sources
+from atoll.peer.recovery.sources import FETCH_ERRORS, Donor, LastSource, Source, Sources
 from atoll.peer.rounds.fetching import MAX_SPAN
 from atoll.peer.rounds.messages import Head
 
@@ -65,6 +67,10 @@ class NoDonor(RecoveryError):
     """No reachable peer has the missing entries or snapshot."""
 
 
+class NoWay(NoDonor, Nowhere):
+    """Donors answered, and have neither the updates nor a state that can be proved."""
+
+
 class Recovery:
     """Brings a replica to the head of the log."""
 
@@ -78,7 +84,7 @@ class Recovery:
         on_event: Callable[[Level, str], None],
         on_progress: Callable[[str, int], None],
         on_taken: OnTaken = lambda position: None,
-        fallback: Source | None = None,
+        fallback: LastSource | None = None,
     ) -> None:
         """Recover from others that follow the same log.
 
@@ -123,7 +129,7 @@ class Recovery:
             if not now_ahead or (snapshot is None and self._is_published(now_ahead)):
                 break
             ahead = now_ahead
-            snapshot = await self._pass(ahead, used, snapshot)
+            snapshot = await self._pass_by_all(ahead, used, snapshot)
         else:
             raise NoDonor("the log moves on faster than this replica can follow")
         await self._fill_certificates(self._answered)
@@ -159,6 +165,19 @@ class Recovery:
             return False
         return any(d.head.first_body <= replica.position < d.head.position for d in ahead)
 
+    async def _pass_by_all(
+        self, ahead: Sequence[Donor], used: set[str], snapshot: int | None
+    ) -> int | None:
+        """Go one step forward as `_pass` does, with the fallback too if peers cannot help."""
+        try:
+            return await self._pass(ahead, used, snapshot)
+        except NoDonor:
+            asked = self._fallback is not None and ahead[0].source is not self._fallback
+            last = await self._ask_last() if asked else []
+            if not last:
+                raise
+        return await self._pass([*last, *ahead], used, snapshot)
+
     async def _pass(
         self, ahead: Sequence[Donor], used: set[str], snapshot: int | None
     ) -> int | None:
@@ -191,9 +210,13 @@ class Recovery:
                 break
         else:
             ahead = []
-        if not ahead and self._fallback is not None:
-            ahead = self._ahead(await self._ask_all([self._fallback]))
-        return ahead
+        return ahead or await self._ask_last()
+
+    async def _ask_last(self) -> list[Donor]:
+        """Return the fallback if it has what this replica lacks."""
+        if self._fallback is None:
+            return []
+        return self._ahead(await self._ask_all([self._fallback]))
 
     async def _ask_all(self, sources: Sequence[Source]) -> list[Donor]:
         """Return those who answer; once one has, a frozen one is not waited for much longer."""
@@ -406,17 +429,40 @@ class Recovery:
         roots: dict[int, bytes] = await replica.compute(
             replica.certified_roots, claims, sorted(offered)
         )
+        if not replica.is_ledger:  # which has updates of its own
+            roots = {p: root for p, root in roots.items() if self._leads_on(p, donors)}
         for position, root in sorted(roots.items(), reverse=True):
             holders = [d.source for d in donors if position in d.head.snapshots]
             with suppress(NoDonor):
                 state = await self._fetch_snapshot(position, root, holders, used)
                 await replica.install(state, claims, self._on_taken)
                 return position
-        if not replica.is_ledger and any(d.head.first_body == 0 for d in donors):
+        if not replica.is_ledger and self._leads_on(0, donors):
             claims = await self._claims(donors[0], 0, None)
             await replica.install(await self._genesis(), claims)
             return 0
-        raise NoDonor("no peer has a snapshot with a certified root, or the log from its start")
+        signed = self._signed_root(donors)
+        if signed is not None and self._fallback is not None:
+            holders = [self._fallback]
+            state = await self._fetch_snapshot(signed.position, signed.root, holders, used)
+            await replica.install(state, claims, self._on_taken, signed=signed)
+            return signed.position
+        failure = NoDonor if roots else NoWay
+        raise failure("no peer has a snapshot with a certified root, or the log from its start")
+
+    def _leads_on(self, position: int, donors: Sequence[Donor]) -> bool:
+        """Return whether a donor has all updates from a state on, up to where the epoch began."""
+        base = 0 if self._replica.opened is None else self._replica.opened.base_position
+        return any(d.head.first_body <= position and d.head.position >= base for d in donors)
+
+    def _signed_root(self, donors: Sequence[Donor]) -> SignedRoot | None:
+        """Return the root of the coordinator's own state, if the coordinator is among the donors.
+
+        It is the last way: an update is nowhere any more, and no entry certifies a state after it.
+        """
+        last = self._fallback
+        is_asked = last is not None and any(d.source is last for d in donors)
+        return last.signed_root if last is not None and is_asked else None
 
     async def _fill_gaps(self, donors: Sequence[Donor]) -> None:
         """Fetch the bodies before the snapshot that somebody still has, the newest first."""

@@ -14,7 +14,7 @@ from atoll.coordinator.rpc.client import CoordinatorClient
 from atoll.coordinator.rpc.client_errors import CoordinatorError, NotThere
 from atoll.dht.roster import PeerRecord
 from atoll.dht.transport import TransportError
-from atoll.optim.log.entry import LogError, sha256
+from atoll.optim.log.entry import LogError, SignedRoot, sha256
 from atoll.optim.reduction.cells import UpdateError
 from atoll.optim.state.outer_state import StateError
 from atoll.peer.rounds.context import Context, fetch_head
@@ -60,6 +60,15 @@ class Source(Protocol):
 
     def leaves(self, position: int, indices: Sequence[int]) -> AsyncIterator[tuple[int, bytes]]:
         """Fetch consecutive leaves of a snapshot."""
+        ...
+
+
+class LastSource(Source, Protocol):
+    """The coordinator: it may have a state that no entry certifies yet."""
+
+    @property
+    def signed_root(self) -> SignedRoot | None:
+        """Return the root of its newest snapshot by the run's key, as of the last `head`."""
         ...
 
 
@@ -168,11 +177,14 @@ class CoordinatorSource:
         self.epoch = 0
         self.position = 0
         self.chain = bytes(32)
+        self.signed_root: SignedRoot | None = None
+        """of its newest snapshot, as of the last `head`"""
 
     async def head(self) -> Head:
         """Return its position and its newest snapshot."""
         info = await self._client.fetch_snapshot()
         newest = info.position
+        self.signed_root = info.signed_root
         # An interval later an entry certifies a snapshot's root: the newest may be of no use yet.
         older = [newest - n * self._snapshot_every for n in (2, 1)]
         held = [p for p in older if p >= 0 and await self._has(p)]

@@ -26,7 +26,8 @@ from atoll.dht.transport import (
     TransportError,
 )
 from atoll.optim.log.entry import MalformedRecord, Record, sha256
-from atoll.optim.log.store import NotStored, SnapshotFile, StoreCorrupt
+from atoll.optim.log.mending import checked_body
+from atoll.optim.log.store import Damaged, NotStored, SnapshotFile, StoreCorrupt
 from atoll.optim.reduction.cells import Bytes
 from atoll.optim.state.outer_state import DIGEST_BYTES
 from atoll.peer.rounds.conduct import guarded_stream
@@ -336,7 +337,7 @@ class Archive:
     async def _serve_body(self, remote: str, stream: Stream) -> None:
         span = await self._request(stream, Span)
         async with self._outflow(remote, stream) as out:
-            chunks = self._ctx.replica.store.body_chunks(span.start)
+            chunks = checked_body(self._ctx.replica.store, span.start)
             await self._send_stored(out, chunks, f"the body of entry {span.start}")
 
     async def _send_stored(self, out: _Outflow, chunks: Iterator[bytes], what: str) -> None:
@@ -344,7 +345,9 @@ class Archive:
         try:
             while (chunk := await self._ctx.compute(next, chunks, None)) is not None:
                 await out.send_pieces(chunk)
-        except NotStored:
+        except NotStored as error:
+            if isinstance(error, Damaged):
+                self._ctx.on_event("warning", f"{error}; check the disk of this machine")
             raise refuse_missing(what) from None
 
     async def _serve_digests(self, remote: str, stream: Stream) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from atoll.coordinator.catching_up import LAG_S
 from atoll.coordinator.run.keys import KEYS_FILE, RunKeys, verify_run_key
@@ -26,24 +27,9 @@ from atoll.peer.recovery.recovery import Recovery
 from atoll.peer.recovery.sources import Source
 from support import kit
 from support.donors import Clock, StoreSource, answering, recovering
-from support.logs import RUN, Log, LogSource, open_replica
+from support.logs import RUN, Log, LogSource, flip, open_replica
 
 NEWEST = "position = (SELECT max(position) FROM snapshots)"
-
-
-def flip(folder: Path, table: str, column: str, where: str) -> None:
-    """Flip one bit in the middle of a stored value."""
-    with sqlite3.connect(folder / "log.sqlite") as db:
-        query = f"SELECT {column} FROM {table} WHERE {where}"
-        value = db.execute(query).fetchone()[0]
-        if isinstance(value, int):
-            changed: Any = value ^ 1
-        else:
-            raw = bytearray(value.encode() if isinstance(value, str) else value)
-            raw[len(raw) // 2] ^= 0x10
-            changed = bytes(raw)
-        db.execute(f"UPDATE {table} SET {column} = ? WHERE {where}", (changed,))
-    db.close()
 
 
 @pytest.fixture
@@ -163,6 +149,37 @@ def test_a_coordinator_mends_its_log_from_donors(
             await catching_up.close()
         donor.store.close()
 
+    kit.run(main())
+
+
+@pytest.mark.parametrize("can_be_made", [True, False])
+def test_a_first_state_that_has_rotted_is_made_again_or_done_without(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, can_be_made: bool
+) -> None:
+    async def main() -> None:
+        folder, swarm = tmp_path / "run", kit.Swarm()
+        async with kit.net(folder, swarm) as net:
+            one, *_ = await net.started()
+            for _ in range(2):
+                entry, body = swarm.entry(net.run_id, net.up.coordinator.log.head())
+                assert await net.publish(one, entry, body)
+            await net.up.coordinator.log.replica.saved()
+            root = net.up.coordinator.log.replica.state.root()
+        first = folder / "log" / "snapshot-000000000000.bin"
+        whole = first.read_bytes()
+        first.write_bytes(b"rotten" + whole[6:])
+        if not can_be_made:
+            monkeypatch.setattr(
+                kit, "genesis", lambda module: OuterState.genesis(kit.LAYOUT, other)
+            )
+        async with kit.net(folder, swarm) as net:
+            replica = net.up.coordinator.log.replica
+            assert (replica.position, replica.state.root()) == (2, root)
+            (told,) = [e.text for e in net.up.coordinator.status().events if "damaged" in e.text]
+            assert ("which is made again here" in told) == can_be_made
+            assert (first.read_bytes() == whole) == can_be_made
+
+    other = torch.full((kit.LAYOUT.numel,), 0.5)
     kit.run(main())
 
 

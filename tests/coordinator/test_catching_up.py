@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from atoll.coordinator.catching_up import AT_ONCE, LAG_S, CatchUp, Lag, Taken
+from atoll.coordinator.catching_up import AT_ONCE, LAG_S, STUCK_S, CatchUp, Lag, Taken
 from atoll.coordinator.rpc.client_errors import NotThere
 from atoll.coordinator.run.keys import RunKeys
 from atoll.coordinator.run.status import Gap
@@ -23,6 +23,7 @@ from atoll.optim.log.entry import Entry
 from atoll.optim.log.replica import LiveReplica, OnTaken, RecoveryError, Replica
 from atoll.optim.log.store import LogStore
 from atoll.peer.recovery.ledger import LedgerRecovery
+from atoll.peer.recovery.recovery import NoDonor, NoWay
 from atoll.peer.rounds.messages import Decided
 from support import swarm as in_memory
 from support.donors import recovering
@@ -169,6 +170,79 @@ def test_logs_that_stay_behind_recover_few_at_a_time(long_log: Log) -> None:
         may_end[0].set()
         for each in logs:
             await each.close()
+
+    asyncio.run(asyncio.wait_for(main(), 30.0))
+
+
+def watched(replica: Replica, recover: Callable[..., Awaitable[Any]], told: list[str]) -> CatchUp:
+    """What watches a replica; what it reports goes to `told`."""
+    return CatchUp(
+        LiveReplica(replica, compute=asyncio.to_thread),
+        recover,
+        on_taken=lambda taken: None,
+        report=lambda level, text: told.append(text),
+        turns=asyncio.Semaphore(AT_ONCE),
+    )
+
+
+def test_an_update_that_rots_while_the_log_is_in_use_comes_back(long_log: Log) -> None:
+    whole, told = long_log.whole, list[str]()
+    donor = LogSource(long_log, name="donor", first_body=6, snapshots=())
+
+    async def main() -> None:
+        catching_up = watched(whole, recovering(donor), told)
+        catching_up.look(9, 0.0)
+        whole.store.drop_damaged(7)
+        catching_up.look(9, 1.0)
+        assert whole.store.gaps() == [(7, 8)]
+        catching_up.look(9, 1.0 + LAG_S)
+        await catching_up._task
+        await catching_up.close()
+
+    asyncio.run(asyncio.wait_for(main(), 30.0))
+    assert whole.store.gaps() == [] and whole.store.body(7) == long_log.entries[7][1]
+    assert "dropped the updates of rounds 8" in told[0]
+    assert told[1:] == ["damaged records recovered from peers"]
+
+
+def test_one_that_nobody_has_is_bridged_by_the_state_at_the_head(long_log: Log) -> None:
+    whole = long_log.whole
+    donor = LogSource(long_log, name="donor", first_body=9, snapshots=())
+
+    async def main() -> None:
+        catching_up = watched(whole, recovering(donor), [])
+        catching_up.look(9, 0.0)
+        whole.store.drop_damaged(7)
+        catching_up.look(9, LAG_S)
+        await catching_up._task
+        await catching_up.close()
+
+    asyncio.run(asyncio.wait_for(main(), 30.0))
+    assert whole.store.gaps() == [(7, 8)] and whole.store.snapshot_positions()[-1] == 9
+
+
+def test_it_is_stuck_once_peers_have_long_had_no_way(long_log: Log) -> None:
+    answers = [NoWay("nobody has it"), NoWay("nobody has it"), NoDonor("a line broke")]
+
+    async def fails(replica: LiveReplica, on_taken: Callable[[int], None]) -> None:
+        raise answers.pop(0)
+
+    async def main() -> None:
+        catching_up = watched(long_log.away, fails, [])
+
+        async def look(now_s: float) -> None:
+            catching_up.look(9, now_s)
+            if catching_up._task is not None:
+                await catching_up._task
+
+        await look(0.0)
+        await look(10.0)
+        assert not catching_up.is_stuck(9.0 + STUCK_S) and catching_up.is_stuck(10.0 + STUCK_S)
+        await look(20.0)
+        assert catching_up.is_stuck(10.0 + STUCK_S)
+        await look(30.0)
+        assert not catching_up.is_stuck(10.0 + STUCK_S)  # it was the line: one may have it
+        await catching_up.close()
 
     asyncio.run(asyncio.wait_for(main(), 30.0))
 

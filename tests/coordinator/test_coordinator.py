@@ -8,10 +8,12 @@ from typing import Any
 
 import pytest
 
+from atoll.coordinator.catching_up import LAG_S, STUCK_S
 from atoll.coordinator.policies import STALL_S
 from atoll.coordinator.presence import FORGET_S
 from atoll.dht.identity import Identity
 from atoll.optim.log.entry import Partial, leader_order
+from atoll.peer.recovery.recovery import NoWay
 
 RUN = b"r" * 32
 
@@ -256,6 +258,62 @@ def test_no_epoch_voids_what_most_peers_hold(kit: Any, tmp_path: Path) -> None:
             behind = "8 rounds are missing here; a new epoch opens once they are fetched"
             assert sum(behind in text for text in texts) == 1
             await stand_still((9, 1))  # one of two says so
+            assert coordinator.log.head().epoch == 1
+
+    kit.run(main())
+
+
+def test_rounds_that_nobody_can_show_the_way_to_are_given_up(kit: Any, tmp_path: Path) -> None:
+    async def main() -> None:
+        async with kit.net(tmp_path / "run") as net:
+            coordinator, clock = net.up.coordinator, Clock()
+            coordinator._steady = clock
+            one, two, _ = await net.started()
+            entry, body = net.swarm.entry(net.run_id, coordinator.log.head())
+            assert await net.publish(one, entry, body)
+
+            async def nobody_has_it(*_: object) -> None:
+                raise NoWay("no peer has a snapshot with a certified root")
+
+            catching_up = coordinator.log.recover_with(nobody_has_it)
+
+            async def stand_still(seconds: float) -> None:
+                for _ in range(int(seconds)):
+                    clock.now_s += 1.0
+                    for index, client in enumerate((one, two)):
+                        status = net.swarm.status(index, state="syncing", position=9)
+                        await client.heartbeat(status)
+                    await coordinator.tick()
+
+            await stand_still(STUCK_S)
+            assert coordinator.log.head().epoch == 0  # one that has it may be on its way
+            await stand_still(LAG_S + 2)
+            assert (coordinator.log.head().epoch, coordinator.log.head().position) == (1, 1)
+            texts = [event.text for event in coordinator.status().events]
+            assert sum("8 rounds are void" in text for text in texts) == 1
+            await catching_up.close()
+
+    kit.run(main())
+
+
+def test_a_joiner_that_finds_no_state_ends_the_wait_of_a_lone_trainer(
+    kit: Any, tmp_path: Path
+) -> None:
+    """Only an epoch may lead the joiner to a state: the entries beyond its base are void then."""
+
+    async def main() -> None:
+        async with kit.net(tmp_path / "run") as net:
+            coordinator, clock = net.up.coordinator, Clock()
+            coordinator._steady = clock
+            one, two, _ = await net.started()
+            entry, body = net.swarm.entry(net.run_id, coordinator.log.head())
+            assert await net.publish(one, entry, body)
+            for _ in range(int(STALL_S) + 5):
+                clock.now_s += 1.0
+                status = net.swarm.status(0, state="syncing", position=1)
+                await one.heartbeat(status)
+                await two.heartbeat(net.swarm.status(1, state="joining", position=0))
+                await coordinator.tick()
             assert coordinator.log.head().epoch == 1
 
     kit.run(main())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sqlite3
 from collections import UserDict
 from collections.abc import Sequence
 from functools import partial
@@ -124,6 +125,21 @@ class Log:
 
 def encoded(claims: Sequence[Claim]) -> list[tuple[bytes, bytes]]:
     return [(claim.entry.encode(), claim.certificate.encode()) for claim in claims]
+
+
+def flip(folder: Path, table: str, column: str, where: str) -> None:
+    """Flip one bit in the middle of a stored value."""
+    with sqlite3.connect(folder / "log.sqlite") as db:
+        query = f"SELECT {column} FROM {table} WHERE {where}"
+        value = db.execute(query).fetchone()[0]
+        if isinstance(value, int):
+            changed: Any = value ^ 1
+        else:
+            raw = bytearray(value.encode() if isinstance(value, str) else value)
+            raw[len(raw) // 2] ^= 0x10
+            changed = bytes(raw)
+        db.execute(f"UPDATE {table} SET {column} = ? WHERE {where}", (changed,))
+    db.close()
 
 
 class LogSource:

@@ -1,20 +1,23 @@
 """Faults put into the product by hand, to see whether the hunt finds them.
 
-Each replaces one function while a block runs.
+Each replaces a function while a block runs, or each of those that do the same.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, Literal, get_args
 
 from torch import Tensor
 
 from atoll.coordinator.run import admission
+from atoll.coordinator.service import service
 from atoll.optim.log import replica, store
+from atoll.optim.log.store import LogStore
 from atoll.optim.reduction.contribution import Feedback, Offer
 from atoll.peer.daemon.keeping import KeptBallots
+from atoll.peer.rounds import fetching
 from atoll.peer.rounds.consensus.round import NOWHERE, Place
 
 BugName = Literal[
@@ -29,23 +32,27 @@ BUGS: tuple[BugName, ...] = get_args(BugName)
 
 @contextmanager
 def with_bug(name: BugName) -> Iterator[None]:
-    """Break the product in one place inside the block."""
-    owner, attribute, broken = _PLACES[name]()
-    before = vars(owner)[attribute]
-    setattr(owner, attribute, broken)
-    try:
+    """Break the product inside the block."""
+    with ExitStack() as stack:
+        for owner, attribute, broken in _PLACES[name]():
+            stack.callback(setattr, owner, attribute, vars(owner)[attribute])
+            setattr(owner, attribute, broken)
         yield
-    finally:
-        setattr(owner, attribute, before)
 
 
-def _skipped_fsync() -> tuple[Any, str, Any]:
+Broken = list[tuple[Any, str, Any]]
+"""Owners, attributes, and what is put there."""
+
+
+def _skipped_fsync() -> Broken:
     """The coordinator's log is not synced, so a loss of power takes what it acknowledged."""
     open_log = store.open_log
-    return store, "open_log", lambda path, run_id, *, fsync: open_log(path, run_id, fsync=False)
+    return [
+        (store, "open_log", lambda path, run_id, *, fsync: open_log(path, run_id, fsync=False)),
+    ]
 
 
-def _unwritten_promise() -> tuple[Any, str, Any]:
+def _unwritten_promise() -> Broken:
     """A keeper does not write where it votes, and votes there again after a restart."""
     keep = KeptBallots.keep
 
@@ -53,15 +60,19 @@ def _unwritten_promise() -> tuple[Any, str, Any]:
         if place == NOWHERE:  # the file itself is made, or it would be a new elector each time
             keep(self, place)
 
-    return KeptBallots, "keep", forget
+    return [(KeptBallots, "keep", forget)]
 
 
-def _unverified_body() -> tuple[Any, str, Any]:
-    """A body is taken without its digest, so a donor's damaged disk reaches the others."""
-    return replica, "split_body", lambda entry, body: []
+def _unverified_body() -> Broken:
+    """A body is sent and taken without its digest, so a damaged disk reaches the others."""
+    return [
+        (replica, "split_body", lambda entry, body: []),
+        (fetching, "checked_body", LogStore.body_chunks),
+        (service, "checked_body", LogStore.body_chunks),
+    ]
 
 
-def _doubled_residual() -> tuple[Any, str, Any]:
+def _doubled_residual() -> Broken:
     """A residual that was replaced is added instead, so old losses count twice."""
     settle = Feedback.settle
 
@@ -77,15 +88,15 @@ def _doubled_residual() -> tuple[Any, str, Any]:
         settle(self, offer, included, weight=weight, update_F=update_F)
         self.mass_N = self.mass_N + before
 
-    return Feedback, "settle", twice
+    return [(Feedback, "settle", twice)]
 
 
-def _stale_admission() -> tuple[Any, str, Any]:
+def _stale_admission() -> Broken:
     """An admission counts after it has expired."""
-    return admission, "CLOCK_SLACK_S", 10**9
+    return [(admission, "CLOCK_SLACK_S", 10**9)]
 
 
-_PLACES: dict[BugName, Callable[[], tuple[Any, str, Any]]] = {
+_PLACES: dict[BugName, Callable[[], Broken]] = {
     "skipped-fsync": _skipped_fsync,
     "unwritten-promise": _unwritten_promise,
     "unverified-body": _unverified_body,

@@ -7,6 +7,7 @@ Everything else in a simulated process is the code that peers and coordinators r
     threads     executors run in the loop, later; the trainer takes turns with it (`trainers`)
     disk        SQLite's connections, `fsync` and `replace`: counted by a machine's disk (`disks`)
     network     p2pd and the DHT (`nodes`), gRPC (`wires`), the kernel's counters
+    signatures  verified once: all peers of a simulation verify the same ones
 
 `MACHINE` says on which machine code runs; tasks inherit it.
 """
@@ -20,12 +21,17 @@ import sqlite3
 import sys
 import time
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import Executor, Future
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
+
+from cryptography.exceptions import InvalidSignature
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 
 from atoll.dht.testing.virtualtime import VirtualTimeLoop
 
@@ -133,6 +139,38 @@ class NoCounter:
         """Return that the kernel reports nothing."""
 
 
+class KnownSignatures:
+    """Stands for `Ed25519PublicKey`, and remembers what it has verified."""
+
+    def __init__(self) -> None:
+        """Know no signature."""
+        self._known: dict[tuple[bytes, bytes, bytes], bool] = {}
+
+    def from_public_bytes(self, key: bytes) -> _KnownKey:
+        """Return a public key."""
+        return _KnownKey(key, self._known)
+
+
+@dataclass(frozen=True)
+class _KnownKey:
+    key: bytes
+    known: dict[tuple[bytes, bytes, bytes], bool]
+
+    def verify(self, signature: bytes, data: bytes) -> None:
+        """Raise InvalidSignature unless the key's owner signed the data."""
+        asked = self.key, signature, data
+        holds = self.known.get(asked)
+        if holds is None:
+            try:
+                Ed25519PublicKey.from_public_bytes(self.key).verify(signature, data)
+                holds = True
+            except InvalidSignature:
+                holds = False
+            self.known[asked] = holds
+        if not holds:
+            raise InvalidSignature
+
+
 class Edges:
     """The replaced functions of one simulation."""
 
@@ -232,17 +270,27 @@ _Defaults = tuple[tuple[Any, ...] | None, dict[str, Any] | None]
 
 def _defaults_with(clocks: dict[Any, Any]) -> list[tuple[types.FunctionType, _Defaults]]:
     """Return the functions of Atoll whose defaults hold a clock, which they got when imported."""
-    found: dict[int, types.FunctionType] = {}
-    for name, module in sorted(sys.modules.items()):
-        if name.startswith("atoll."):
-            for value in list(vars(module).values()):
-                for function in _functions_of(value):
-                    found[id(function)] = function
+    modules = tuple(sorted(name for name in sys.modules if name.startswith("atoll.")))
     return [
         (function, (function.__defaults__, function.__kwdefaults__))
+        for function in _functions_with(tuple(clocks), modules)
+    ]
+
+
+@cache
+def _functions_with(
+    clocks: tuple[Any, ...], modules: tuple[str, ...]
+) -> tuple[types.FunctionType, ...]:
+    found: dict[int, types.FunctionType] = {}
+    for name in modules:
+        for value in list(vars(sys.modules[name]).values()):
+            for function in _functions_of(value):
+                found[id(function)] = function
+    return tuple(
+        function
         for function in found.values()
         if any(_is_clock(each, clocks) for each in _all_defaults(function))
-    ]
+    )
 
 
 def _functions_of(value: object) -> Iterator[types.FunctionType]:
@@ -258,7 +306,7 @@ def _all_defaults(function: types.FunctionType) -> list[Any]:
     return [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
 
 
-def _is_clock(value: object, clocks: dict[Any, Any]) -> bool:
+def _is_clock(value: object, clocks: Collection[Any]) -> bool:
     return isinstance(value, types.BuiltinFunctionType) and value in clocks
 
 

@@ -22,7 +22,7 @@ FaultKind = Literal[
     "slow",  # a thin uplink, for a while
     "loss",  # lost packets between two machines, for a while
     "full",  # a full disk, until the process has been started again
-    "rot",  # some bytes of a stored update change
+    "rot",  # a byte of a stored update or snapshot changes
     "clock",  # a clock jumps
     "away",  # the coordinator is away: seconds to hours
     "lone",  # all trainers but one die

@@ -30,6 +30,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from atoll.coordinator import invites
 from atoll.coordinator.coordinator import Coordinator
 from atoll.coordinator.rpc import channel
+from atoll.coordinator.run import admission, eviction, keys
 from atoll.coordinator.run.admission import CLOCK_SLACK_S, Admission
 from atoll.coordinator.run.invite import Invite
 from atoll.coordinator.run.keys import RunKeys
@@ -37,7 +38,7 @@ from atoll.coordinator.run.levels import Level
 from atoll.coordinator.run.spec import RunSpec
 from atoll.coordinator.service import server
 from atoll.coordinator.service.service import Service
-from atoll.dht import clock
+from atoll.dht import clock, identity
 from atoll.dht.identity import Identity
 from atoll.dht.testing.memory import MemoryLink, MemoryNetwork, MemoryTransport
 from atoll.dht.transport import Check, TransportError
@@ -58,6 +59,7 @@ from atoll.peer.lab.hunt.edges import (
     Edges,
     HuntLoop,
     InlineExecutor,
+    KnownSignatures,
     NoCounter,
     here,
     living,
@@ -77,6 +79,7 @@ MOST_TASKS = 120  # of a machine, a second after everything has healed and gone 
 NUMEL = 1500
 BLOCKS = 3
 MOST_PEERS = 6
+VERIFYING = (admission, eviction, identity, keys)  # modules that verify signatures
 
 
 class WatchedReplica(LiveReplica):
@@ -381,10 +384,13 @@ class World:
 
     def _fault_rot(self, fault: PlannedFault) -> None:
         machine = self._some(fault)
-        log = machine.disk.folder / "log" / "log.sqlite"
-        if machine.is_up and log.exists():
+        folder = machine.disk.folder / "log"
+        if machine.is_up and (folder / "log.sqlite").exists():
             machine.tainted = True
-            _rot(log, fault)
+            if fault.who // len(self._machines()) % 3:
+                _rot_body(folder / "log.sqlite", fault)
+            else:
+                _rot_snapshot(folder, fault)
 
     def _fault_clock(self, fault: PlannedFault) -> None:
         machine, jump_s = self._some(fault), (fault.amount - 0.5) * 240
@@ -593,6 +599,7 @@ class World:
     def places(self, edges: Edges) -> list[tuple[Any, str, Any]]:
         """Return what is replaced besides clocks, chance and disks."""
         queues = SimpleNamespace(SimpleQueue=TurnQueue, Empty=queue.Empty)
+        signatures = KnownSignatures()
         identities = SimpleNamespace(load_or_create=lambda path: here().identity)
         return [
             (peer_module, "Node", MemoryNode),
@@ -612,6 +619,7 @@ class World:
             (server, "_listen", self.listen),
             (channel, "pinned_channel", self.channel),
             (clock, "now_s", edges.run_clock_s),
+            *((module, "Ed25519PublicKey", signatures) for module in VERIFYING),
             (peer_module, "new_incarnation", edges.incarnation),
             (keeping, "new_incarnation", edges.incarnation),
             (keeping, "Ballots", WatchedBallots),
@@ -631,6 +639,7 @@ def run(plan: RunPlan, folder: Path, kind: type[World] = World) -> RunVerdict:
     atoll = logging.getLogger("atoll")
     was_collecting = gc.isenabled()
     gc.disable()  # when it runs is no matter of the seed, and it ends generators
+    gc.freeze()  # what was there before is not looked through at the end
     try:
         with (
             replaced(edges, world.places(edges)),
@@ -651,6 +660,7 @@ def run(plan: RunPlan, folder: Path, kind: type[World] = World) -> RunVerdict:
         if was_collecting:
             gc.enable()
             gc.collect()
+        gc.unfreeze()
     epoch, position = world.audit.furthest
     return RunVerdict(
         plan=plan,
@@ -739,7 +749,18 @@ def _keys(plan: RunPlan) -> RunKeys:
 _TLS: tuple[bytes, bytes] | None = None
 
 
-def _rot(log: Path, fault: PlannedFault) -> None:
+def _rot_snapshot(folder: Path, fault: PlannedFault) -> None:
+    """Change a byte of a stored snapshot; what has opened the file reads it too."""
+    paths = sorted(folder.glob("snapshot-*.bin"))
+    if paths:
+        path = paths[fault.other % len(paths)]
+        data = bytearray(path.read_bytes())
+        data[int(fault.amount * len(data))] ^= 0x5A
+        with path.open("r+b") as file:
+            file.write(data)
+
+
+def _rot_body(log: Path, fault: PlannedFault) -> None:
     """Change a byte of a stored update, by another connection to the database."""
     db = sqlite3.Connection(str(log), timeout=1.0)
     try:

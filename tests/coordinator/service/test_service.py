@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 import hashlib
 from collections.abc import AsyncIterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from atoll.coordinator.rpc.client_errors import (
 from atoll.coordinator.rpc.messages import METHODS
 from atoll.coordinator.run.admission import AdmissionCheck
 from atoll.coordinator.run.invite import Invite
+from atoll.coordinator.run.keys import KEYS_FILE, RunKeys, verify_run_key
 from atoll.coordinator.run.spec import RunSpec
 from atoll.coordinator.run.status import Event, RoundReport
 from atoll.coordinator.service.server import WrongDirectory
@@ -36,6 +38,7 @@ from atoll.coordinator.service.service import MAX_RECEIVED_BYTES, Service, _rece
 from atoll.dht import Identity
 from atoll.optim.log.entry import Certificate, Entry, SignedEpoch
 from atoll.optim.state.outer_state import Assembly
+from support.logs import flip
 
 PUBLISH = next(method for method in METHODS if method.name == "Publish")
 
@@ -203,6 +206,39 @@ def test_entries_are_followed_and_served(kit: Any, tmp_path: Path) -> None:
             status = await two.status()
             assert (status.position, status.tokens_total, status.loss) == (5, 1500, 2.5)
             assert [r.position for r in status.history] == [1, 2, 3, 4, 5]
+
+    kit.run(main())
+
+
+def test_an_update_that_the_disk_has_spoiled_is_served_to_nobody(kit: Any, tmp_path: Path) -> None:
+    async def main() -> None:
+        async with kit.net(tmp_path / "run") as net:
+            one, two, _ = await net.started()
+            for _ in range(3):
+                entry, body = net.swarm.entry(net.run_id, net.up.coordinator.log.head())
+                assert await net.publish(one, entry, body)
+            flip(tmp_path / "run" / "log", "bodies", "data", "position = 1")
+            with pytest.raises(NotThere, match="entry 1 was damaged"):
+                [fetched async for fetched in two.fetch_entries(1, 1)]
+            assert [f.position async for f in two.fetch_entries(2, 1)] == [2]
+            assert (await two.fetch_snapshot()).first_body == 2
+
+    kit.run(main())
+
+
+def test_the_runs_key_signs_the_root_of_a_snapshot_that_is_served(kit: Any, tmp_path: Path) -> None:
+    async def main() -> None:
+        async with kit.net(tmp_path / "run") as net:
+            one, *_ = await net.started()
+            replica = net.up.coordinator.log.replica
+            keys = RunKeys.load_or_create(tmp_path / "run" / KEYS_FILE)
+            verify_run = partial(verify_run_key, keys.run_public_key)
+            signed = (await one.fetch_snapshot()).signed_root
+            assert signed is not None and signed.holds(net.run_id, verify_run)
+            assert (signed.position, signed.chain) == (0, replica.chain)
+            assert not signed.holds(b"x" * 32, verify_run)
+            replica.standing = dataclasses.replace(replica.standing, diverged="by a fault")
+            assert (await one.fetch_snapshot()).signed_root is None
 
     kit.run(main())
 

@@ -25,7 +25,9 @@ from atoll.optim.log.entry import (
     LogPlace,
     MalformedRecord,
     SignedEpoch,
+    SignedRoot,
     epoch_payload,
+    root_payload,
     verify_claims,
 )
 from atoll.optim.log.replica import LiveReplica, NotNext, Replica
@@ -451,6 +453,66 @@ def test_a_state_that_no_entry_certifies_changes_nothing(any_log: LongLog) -> No
         with pytest.raises(ChainMismatch, match=r"the root that entry|the first state"):
             away.install(state, any_log.claims())
     assert (away.head.position, away.state.position) == (3, 3)
+
+
+def signed(state: OuterState, chain: bytes, *, keys: RunKeys = KEYS) -> SignedRoot:
+    payload = root_payload(RUN, state.position, chain, state.root())
+    return SignedRoot(
+        position=state.position, chain=chain, root=state.root(), signature=keys.sign(payload)
+    )
+
+
+def test_a_root_by_the_runs_key_does_where_no_entry_certifies_it(tmp_path: Path) -> None:
+    log = LongLog(tmp_path, is_ledger=False)
+    peer, state, chain = log.away, log.states[9], log.whole.chain
+    with pytest.raises(ChainMismatch, match="the root that entry"):
+        peer.install(state, log.claims())
+    peer.install(state, log.claims(), signed(state, chain))
+    assert peer.head == log.whole.head and peer.electorate == log.whole.electorate
+    assert peer.state.root() == log.whole.state.root()
+    log.grow(1)
+    peer.accept(*log.entries[9])
+    for each in (peer, log.whole):
+        each.store.close()
+
+
+def test_a_root_that_the_runs_key_did_not_sign_proves_nothing(tmp_path: Path) -> None:
+    log = LongLog(tmp_path, is_ledger=False)
+    state, chain = log.states[9], log.whole.chain
+    good = signed(state, chain)
+    of_another_run = replace(
+        good, signature=KEYS.sign(root_payload(b"x" * 32, 9, chain, good.root))
+    )
+    for wrong in (
+        signed(state, chain, keys=RunKeys.generate()),
+        signed(state, log.away.chain),
+        signed(log.states[8].at(9), chain),
+        signed(log.states[8], chain),
+        of_another_run,
+    ):
+        with pytest.raises(ChainMismatch):
+            log.away.install(state, log.claims(), wrong)
+        assert log.away.position == 3
+    for each in (log.away, log.whole):
+        each.store.close()
+
+
+def test_a_ledger_bridges_an_update_that_its_disk_has_lost(tmp_path: Path) -> None:
+    """Else nobody could get to its state from what it has stored: not itself after a restart."""
+    log = Log(tmp_path, swarm=kit.Swarm(), keys=KEYS)
+    log.grow(9)
+    before = log.whole.store.snapshot_positions()
+    log.whole.bridge_gap()
+    log.whole.store.drop_damaged(before[-1] - 1)
+    log.whole.bridge_gap()
+    assert log.whole.store.snapshot_positions() == before  # one lies after the gap
+    log.whole.store.drop_damaged(8)
+    log.whole.bridge_gap()
+    assert log.whole.store.snapshot_positions()[-1] == 9
+    log.whole.store.close()
+    again = log.open("whole")
+    assert again.is_current and again.state.root() == log.states[9].root()
+    again.store.close()
 
 
 def test_a_ledger_takes_no_entries_with_a_hole(long_log: LongLog) -> None:

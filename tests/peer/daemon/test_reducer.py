@@ -422,6 +422,8 @@ def test_waiting_is_no_part_of_a_window(bench, monkeypatch):
     with each.reducer.progress.waiting():
         clock.now_s += 20.0
         assert each.reducer.progress.measured().ready_in_s == 5.0
+        # Others judge by it how long a round takes, and whether the run stands still.
+        assert each.reducer.progress.measured().tokens_per_s == pytest.approx(100 / 7)
     assert each.reducer.progress.measured().ready_in_s == 5.0
     clock.now_s += 4.0
     told = each.reducer.progress.measured()

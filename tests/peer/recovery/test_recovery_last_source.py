@@ -1,12 +1,20 @@
 """Recovery where the coordinator is all that is left to ask."""
 
+import asyncio
+from dataclasses import dataclass
+
 import pytest
 
+from atoll.coordinator.run.keys import RunKeys
 from atoll.dht.testing import MemoryBoard
 from atoll.dht.testing.memory import run_virtual
-from atoll.peer.recovery.recovery import Recovery
+from atoll.optim.log.entry import SignedRoot, root_payload
+from atoll.optim.log.replica import LiveReplica
+from atoll.peer.recovery.recovery import NoWay, Recovery
 from atoll.peer.recovery.sources import RosterSources
 from atoll.peer.rounds.messages import Decided, Known
+from support import kit
+from support.logs import RUN, Log, LogSource
 from support.swarm import Swarm, signed_epoch
 
 
@@ -14,6 +22,7 @@ class Follower:
     """What a coordinator is to a peer: the whole log, and snapshots of its own choice."""
 
     name = "coordinator"
+    signed_root = None
 
     def __init__(self, peer, snapshots):
         self.peer, self.snapshots = peer, snapshots
@@ -90,3 +99,75 @@ def test_snapshots_without_a_certified_root_cost_a_replay(tmp_path, second_epoch
 def test_a_certified_snapshot_is_taken(tmp_path, second_epoch):
     recovered = recover(tmp_path, lambda replica: replica.snapshots, second_epoch=second_epoch)
     assert recovered.snapshot_position > 0
+
+
+class Organiser(LogSource):
+    """A coordinator that signs the root of its newest state."""
+
+    signed_root = None
+
+    async def head(self):
+        head, state = await super().head(), self.log.states[9]
+        root, chain = state.root(), self.log.whole.chain
+        signature = self.log.keys.sign(root_payload(RUN, 9, chain, root))
+        self.signed_root = SignedRoot(position=9, chain=chain, root=root, signature=signature)
+        return head
+
+
+@dataclass(kw_only=True)
+class Lost:
+    """A run in which the body of entry 7 is nowhere, and a peer that comes after the first."""
+
+    log: Log
+    late: LiveReplica
+
+    def recover(self, peers, coordinator=None):
+        async def listed():
+            return iter([peers])
+
+        recovery = Recovery(
+            self.late,
+            listed,
+            genesis=asyncio.Event().wait,
+            stall_s=0.2,
+            on_event=lambda level, text: None,
+            on_progress=lambda what, left: None,
+            fallback=coordinator,
+        )
+        return asyncio.run(asyncio.wait_for(recovery.run(), 20.0))
+
+
+@pytest.fixture
+def lost(tmp_path):
+    log = Log(tmp_path, swarm=kit.Swarm(), keys=RunKeys.generate())
+    log.grow(1)
+    late = log.open("late", is_ledger=False)
+    late.adopt(log.whole.epoch_record)
+    late.accept(*log.entries[0])
+    log.grow(8)
+    yield Lost(log=log, late=LiveReplica(late, compute=asyncio.to_thread))
+    log.whole.store.close()
+    late.store.close()
+
+
+def test_a_signed_root_is_the_way_past_an_update_that_is_nowhere(lost):
+    """The body of entry 7 is lost, and no entry certifies a state after it."""
+    peer = LogSource(lost.log, name="a", first_body=8, snapshots=(6, 8))
+    coordinator = Organiser(lost.log, name="coordinator", first_body=8, snapshots=(9,))
+    recovered = lost.recover([peer], coordinator)
+    assert recovered.snapshot_position == 9 == lost.late.position
+    assert lost.late.state.root() == lost.log.whole.state.root()
+    assert lost.late.electorate == lost.log.whole.electorate
+
+
+def test_a_certified_snapshot_comes_before_a_signed_one(lost):
+    peer = LogSource(lost.log, name="a", first_body=6, snapshots=(6, 8))
+    coordinator = Organiser(lost.log, name="coordinator", first_body=8, snapshots=(9,))
+    assert lost.recover([peer], coordinator).snapshot_position == 6
+
+
+def test_without_the_coordinator_an_update_that_is_nowhere_is_waited_for(lost):
+    peer = LogSource(lost.log, name="a", first_body=8, snapshots=(6, 8))
+    with pytest.raises(NoWay):
+        lost.recover([peer])
+    assert lost.late.position == 1

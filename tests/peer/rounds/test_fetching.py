@@ -2,10 +2,10 @@
 
 import pytest
 
-from atoll.dht.transport import PeerUnreachable
+from atoll.dht.transport import PeerUnreachable, Refused
 from atoll.optim.log.entry import MalformedRecord, sha256
 from atoll.peer.rounds import fetching
-from atoll.peer.rounds.fetching import fetch_headers, fetch_part
+from atoll.peer.rounds.fetching import fetch_body, fetch_headers, fetch_part
 from atoll.peer.rounds.messages import Span, deflated, inflated
 from support.strikes import passed
 from support.swarm import run_swarm
@@ -40,6 +40,25 @@ def test_one_request_is_answered_with_so_many_entries_and_no_more(tmp_path, monk
         while await stream.recv(timeout_s=5.0) is not None:
             count += 1
         assert count == 2
+
+    run_swarm(tmp_path, scenario)
+
+
+def test_a_body_that_the_disk_has_spoiled_is_refused_and_told(tmp_path):
+    async def scenario(swarm):
+        peers = await swarm.start(3, window_s=1.0)
+        await swarm.until(lambda: passed(peers, 4))
+        donor, asking = peers[:2]
+        await donor.replica.saved()
+        name, body = donor.identity.peer_id, donor.replica.store.body(2)
+        assert await fetch_body(asking.ctx, name, 2, len(body)) == body
+        rotten = bytes([body[0] ^ 1]) + body[1:]
+        donor.replica.store.drop_bodies([2])
+        donor.replica.store.add_body(2, rotten)
+        with pytest.raises(Refused, match="not-here"):
+            await fetch_body(asking.ctx, name, 2, len(body))
+        assert any("entry 2 was damaged" in text for text in donor.events)
+        assert donor.replica.store.first_with_bodies() == 3  # nobody is sent here for it again
 
     run_swarm(tmp_path, scenario)
 

@@ -1,0 +1,54 @@
+"""Scrubbing: the coordinator reads its log again and again, so that it notices a disk that rots.
+
+Peers keep the newest updates alone. One that is found damaged while they have it comes back from
+them (`CatchUp`); one that is noticed at the next start, weeks later, is lost.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from atoll.coordinator.run.levels import Level
+from atoll.optim.log.mending import Damage, Scrub
+from atoll.optim.log.replica import DISK_ERRORS, LiveReplica
+from atoll.optim.log.store import StoreError
+
+STEP_S = 10.0  # between two steps
+STEP_BYTES = 16 << 20  # 140 GB a day, at under 1% of a core
+PASS_S = 60.0  # between two passes: a small log need not be read all the time
+
+
+class Scrubbing:
+    """Reads the log of a replica, a step at a time."""
+
+    def __init__(self, replica: LiveReplica, report: Callable[[Level, str], None]) -> None:
+        """Scrub a replica's log, which was read at the start; `report` logs an event."""
+        self._replica = replica
+        self._log_event = report
+        self._scrub = Scrub(replica.store)
+        self._due_s: float | None = None
+        self._task: asyncio.Task[None] | None = None
+
+    def look(self, now_s: float) -> None:
+        """Begin the next step if it is due. Times are of any steady clock."""
+        if self._due_s is None:
+            self._due_s = now_s + PASS_S
+        if now_s >= self._due_s and (self._task is None or self._task.done()):
+            self._task = asyncio.create_task(self._step(now_s))
+
+    async def close(self) -> None:
+        """Wait for the end of the step under way, which reads the store."""
+        if self._task is not None:
+            await asyncio.wait({self._task})
+
+    async def _step(self, now_s: float) -> None:
+        try:
+            is_over: bool = await self._replica.compute(self._scrub.step, STEP_BYTES)
+        except (StoreError, *DISK_ERRORS) as error:
+            self._log_event("error", f"the log on disk cannot be read: {error}")
+            is_over = True
+        self._due_s = now_s + (PASS_S if is_over else STEP_S)
+        damaged, self._scrub.damaged_snapshots = self._scrub.damaged_snapshots, []
+        if damaged:
+            self._log_event("error", str(Damage(snapshots=damaged)))

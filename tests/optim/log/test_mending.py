@@ -1,0 +1,91 @@
+"""A log in use is checked too: as bodies are sent, and by a slow pass over all of it.
+
+What a start finds is in tests/attacks/test_c6_flipped_bits.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from atoll.coordinator.run.keys import RunKeys
+from atoll.optim.log.mending import Scrub, checked_body
+from atoll.optim.log.store import Damaged, NotStored
+from support import kit
+from support.logs import Log, flip
+
+ALL = 1 << 30
+
+
+@pytest.fixture
+def log(tmp_path: Path) -> Iterator[Log]:
+    """One of nine entries, with snapshots each two."""
+    log = Log(tmp_path, swarm=kit.Swarm(), keys=RunKeys.generate())
+    log.grow(9)
+    yield log
+    log.whole.store.close()
+
+
+def test_a_body_is_sent_as_it_is(log: Log) -> None:
+    store = log.whole.store
+    for position, (_, body) in enumerate(log.entries):
+        assert b"".join(checked_body(store, position)) == body
+    assert store.take_damaged() == []
+    with pytest.raises(NotStored):
+        next(checked_body(store, 9))
+
+
+@pytest.mark.parametrize("damage", ["a bit", "cut off", "too long"])
+def test_a_damaged_body_is_given_to_nobody_and_dropped(log: Log, damage: str) -> None:
+    store, folder = log.whole.store, log.folder / "whole"
+    if damage == "a bit":
+        flip(folder, "bodies", "data", "position = 3")
+    else:
+        body = log.entries[3][1]
+        wrong = body[:-1] if damage == "cut off" else body + b"more"
+        store._db.execute("UPDATE bodies SET data = ? WHERE position = 3", (wrong,))
+        store._db.commit()
+    with pytest.raises(Damaged, match="the body of entry 3 was damaged"):
+        list(checked_body(store, 3))
+    assert store.gaps() == [(3, 4)] and store.first_with_bodies() == 4
+    assert store.take_damaged() == [3] and store.take_damaged() == []
+    log.whole.add_body(3, log.entries[3][1])
+    assert b"".join(checked_body(store, 3)) == log.entries[3][1]
+
+
+def test_a_scrub_finds_what_has_rotted_piece_by_piece(log: Log) -> None:
+    store, folder = log.whole.store, log.folder / "whole"
+    scrub = Scrub(store)
+    assert scrub.step(ALL) and store.take_damaged() == []
+    for position in (1, 6):
+        flip(folder, "bodies", "data", f"position = {position}")
+    newest = store.snapshot(store.snapshot_positions()[-1])
+    newest.path.write_bytes(b"rotten" + newest.path.read_bytes()[6:])
+    steps, found = 1, []
+    while not scrub.step(1):
+        steps, found = steps + 1, found + store.take_damaged()
+    assert found == [6, 1]  # the newest first: peers may still have it
+    assert steps > len(log.entries)  # a step reads no more than it has to
+    assert scrub.damaged_snapshots == [newest.position]
+    assert newest.position not in store.snapshot_positions()
+    assert scrub.step(ALL) and store.take_damaged() == []
+
+
+def test_a_first_state_that_has_rotted_stays_for_the_next_start(log: Log) -> None:
+    first = log.whole.store.snapshot(0)
+    first.path.write_bytes(b"rotten" + first.path.read_bytes()[6:])
+    scrub = Scrub(log.whole.store)
+    assert scrub.step(ALL)
+    assert scrub.damaged_snapshots == [0] and 0 in log.whole.store.snapshot_positions()
+
+
+def test_a_scrub_goes_on_while_the_log_grows_and_is_pruned(log: Log) -> None:
+    scrub = Scrub(log.whole.store)
+    assert not scrub.step(1)
+    log.grow(3)
+    log.whole.store.drop_bodies([7, 8])
+    while not scrub.step(1):
+        pass
+    assert log.whole.store.take_damaged() == []

@@ -293,8 +293,7 @@ class StageLearner:
             self._busy_s += time.perf_counter() - began_s
         except SetupError:
             raise
-        except UnusableFrame as error:
-            self._failures += job.key.trains
+        except UnusableFrame as error:  # the sender's fault, which says nothing about this stage
             self._bench.report("job_refused", job.key, sender=job.sender, text=str(error))
         except (RuntimeError, ValueError) as error:
             # Also out of memory: the flow gives the microbatch up, and this peer goes on.

@@ -112,9 +112,12 @@ class TimeSpent:
         """Return the fraction of each, and of all that is not told apart as `other`."""
         if not self.total_s:
             return {}
-        told = [use for use in get_args(TimeUse) if use != "other"]
-        shares = {use: getattr(self, f"{use}_s") / self.total_s for use in told}
-        return shares | {"other": max(0.0, 1.0 - sum(shares.values()))}
+        told: list[TimeUse] = [use for use in get_args(TimeUse) if use != "other"]
+        shares: dict[TimeUse, float] = {
+            use: getattr(self, f"{use}_s") / self.total_s for use in told
+        }
+        shares["other"] = max(0.0, 1.0 - sum(shares.values()))
+        return shares
 
     def minus(self, earlier: TimeSpent) -> TimeSpent:
         """Return what was spent since then."""

@@ -293,16 +293,19 @@ class StageLearner:
             self._busy_s += time.perf_counter() - began_s
         except SetupError:
             raise
-        except UnusableFrame as error:
-            self._failures += job.key.trains
-            self._bench.report("job_refused", job.key, sender=job.sender, text=str(error))
         except (RuntimeError, ValueError) as error:
             # Also out of memory: the flow gives the microbatch up, and this peer goes on.
-            origin = short(job.key.microbatch.origin)
-            text = "a microbatch of %s is given up: its %s failed: %s"
-            _log.warning(text, origin, job.kind, error)
             self._failures += job.key.trains
-            self._bench.report("job_failed", job.key)
+            self._give_up(job, error)
+
+    def _give_up(self, job: RunJob, error: Exception) -> None:
+        if isinstance(error, UnusableFrame):
+            self._bench.report("job_refused", job.key, sender=job.sender, text=str(error))
+            return
+        origin = short(job.key.microbatch.origin)
+        text = "a microbatch of %s is given up: its %s failed: %s"
+        _log.warning(text, origin, job.kind, error)
+        self._bench.report("job_failed", job.key)
 
     def _run(self, job: RunJob) -> None:
         match job.kind:

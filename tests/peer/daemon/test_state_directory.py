@@ -1,5 +1,7 @@
 """A peer's state directory: what it keeps of the stages of a pipeline."""
 
+import pytest
+
 from atoll.peer.daemon.state_directory import delete_others
 from atoll.peer.paths import PeerPaths
 
@@ -23,14 +25,18 @@ def left(folder):
     return {path.name for path in folder.iterdir()}
 
 
+def of(module):
+    return {module, f"{module}.safetensors", f"{module}.0.fit.safetensors"}
+
+
 OTHER = {"run.json", "identity.key", "stage-13.safetensors", "stages.txt"}
-SERVED = {"stage-1", "stage-1.safetensors", "stage-1.0.fit.safetensors"}
 
 
-def test_only_the_files_of_the_runs_other_modules_are_deleted(tmp_path):
-    delete_others(filled(tmp_path), MODULES, "stage-1")
-    assert left(tmp_path) == SERVED | OTHER
-    assert (tmp_path / "stage-1" / "log.sqlite").exists()
+@pytest.mark.parametrize("module", ["stage-1", "stage-12"])
+def test_only_the_files_of_the_runs_other_modules_are_deleted(tmp_path, module):
+    delete_others(filled(tmp_path), MODULES, module)
+    assert left(tmp_path) == of(module) | OTHER
+    assert (tmp_path / module / "log.sqlite").exists()
 
 
 def test_a_process_killed_while_it_deletes_leaves_the_rest_to_the_next(tmp_path):
@@ -38,4 +44,4 @@ def test_a_process_killed_while_it_deletes_leaves_the_rest_to_the_next(tmp_path)
     (paths.log("stage-12") / "log.sqlite").unlink()
     paths.trainer("stage-11").unlink()
     delete_others(paths, MODULES, "stage-1")
-    assert left(tmp_path) == SERVED | OTHER
+    assert left(tmp_path) == of("stage-1") | OTHER

@@ -70,6 +70,9 @@ class Course:
     last_round: int | None = None
     """The round after which the run ends; None: the spec's."""
 
+    is_paused: bool = False
+    """True if no update is decided now."""
+
     def window(self, planned: int) -> int:
         """Return H, given that of the run's timetable."""
         return planned if self.inner_steps is None else self.inner_steps

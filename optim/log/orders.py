@@ -174,12 +174,19 @@ class RunSettings(Record):
         return self.encode() if self.number else b""
 
     @property
+    def numbers(self) -> dict[str, float]:
+        """Return the numbers that orders have set, by name."""
+        found = {name: getattr(self, name) for name in (*NUMBERS, "last_round")}
+        return {name: float(value) for name, value in found.items() if value is not None}
+
+    @property
     def course(self) -> Course:
         """Return what a trainer needs to know."""
         return Course(
             inner_steps=self.inner_steps,
             inner_scale=1.0 if self.inner_scale is None else self.inner_scale,
             last_round=self.last_round,
+            is_paused=self.is_paused,
         )
 
     def after(self, order: Order, position: int) -> Self:
@@ -190,7 +197,8 @@ class RunSettings(Record):
         """
         if order.number != self.number + 1:
             raise OrderInvalid(f"expected order {self.number + 1}, got order {order.number}")
-        return self.model_copy(update={"number": order.number} | _changed(order.change, position))
+        changed = {"number": order.number, **_changed(order.change, position)}
+        return self.model_copy(update=changed)
 
     def scalars(self, lr: float, momentum: float) -> tuple[float, float]:
         """Return learning rate and momentum of the outer step, given the spec's, as fp32 values."""

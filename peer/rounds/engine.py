@@ -34,7 +34,6 @@ from atoll.optim.log.entry import (
     sha256,
 )
 from atoll.optim.log.evidence import Evidence, double_votes
-from atoll.optim.log.orders import described
 from atoll.optim.log.replica import Applied
 from atoll.optim.reduction.cells import Bytes
 from atoll.optim.state.updates import Update
@@ -361,8 +360,6 @@ class Rounds:
         self._note_leader(entry, term_of(applied.attempt), pending)
         if pending is not None:
             self._pending[entry.fragment] = Pending(window=pending.window, since=pending.since)
-        order = self._ctx.replica.open_order(entry.order)
-        self._ctx.on_event("info", f"round {entry.position + 1}: {described(order)}")
         self._stats.rounds += 1
         self._changed.set()
         self._on_settled(Settled(applied=applied, included=None, settles=None))

@@ -9,6 +9,7 @@ import torch
 
 from atoll.coordinator.run.spec import RunSpec
 from atoll.optim.log.entry import Elector, Entry, Member, Part, sha256
+from atoll.optim.log.orders import RunSettings
 from atoll.optim.log.replica import Applied, Replay
 from atoll.optim.log.store import LogStore
 from atoll.optim.reducer import Contribution
@@ -111,6 +112,7 @@ class Bench:
         self.folder, self.layout = folder, layout
         self.store = LogStore(folder, run_id=bytes(32), genesis_chain=bytes(32))
         self.replica = types.SimpleNamespace(
+            settings=RunSettings(),
             layout=layout,
             replay=Replay(spec.method(), layout),
             state=state(position),

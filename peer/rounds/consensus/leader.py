@@ -1123,7 +1123,7 @@ class Leading:
         Raises:
             Refused: the caller has begun too many.
         """
-        key = (*place, term)
+        key = (place.epoch, place.position, term)
         if key not in self._leaderships:
             begun = sum(one.begun_by == remote for one in self._leaderships.values())
             if remote != self._ctx.me.peer_id and begun >= MAX_BEGUN:

@@ -132,7 +132,12 @@ class Bench:
                 on_event=lambda level, text, key=None: self.said.append(text),
             ),
             types.SimpleNamespace(offer=self.take),
-            TrainerProgress(spec, replay.method, len(replay.fragments)),
+            TrainerProgress(
+                spec,
+                replay.method,
+                len(replay.fragments),
+                ahead=lambda: self.replica.settings.course,
+            ),
             self.decisions,
             patience_s=patience_s,
             company=company,

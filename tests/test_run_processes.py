@@ -83,7 +83,7 @@ async def hold(folder: Path) -> list[Entry]:
         coordinator = await start(
             "coordinator",
             *("coordinator", write_spec(folder), "--state-dir", state, "--invite-file", invite),
-            *("--keep", "--stop-with-stdin"),
+            "--stop-with-stdin",
         )
         await until(invite.exists, coordinator)
         data = ("--data", folder / "text.txt")

@@ -20,6 +20,7 @@ from atoll.coordinator.history import EventLog, History
 from atoll.coordinator.invites import InviteDesk, InvitesError
 from atoll.coordinator.kept_log import KeptLog, LogParts, Surroundings
 from atoll.coordinator.module_status import with_peers, with_valid_losses
+from atoll.coordinator.orders import OrderDesk, OrderRefused
 from atoll.coordinator.policies import electable, needs_most
 from atoll.coordinator.presence import MAX_PEERS, Presence, mean
 from atoll.coordinator.run.keys import RunKeys
@@ -39,6 +40,7 @@ from atoll.coordinator.run.status import (
 from atoll.dht.tasks import together
 from atoll.optim.log.entry import LogError, Verify
 from atoll.optim.log.evidence import Evidence
+from atoll.optim.log.orders import RunSettings, described
 
 PLACED_S = 120.0  # within which a peer that joined reports where it is: it may download first
 
@@ -51,6 +53,17 @@ class HeartbeatAnswer:
     admission: bytes
     """Renewed, or empty."""
     finished: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class OrdersGiven:
+    """The organiser's orders so far."""
+
+    next_number: int
+    settings: RunSettings
+    """In force once all of them are decided."""
+    decided: tuple[int, ...]
+    """By module, the newest order in its log."""
 
 
 class Coordinator:
@@ -67,6 +80,7 @@ class Coordinator:
         verify: Verify,
         bootstrap: Callable[[], Sequence[str]] = tuple,
         desk: InviteDesk,
+        orders: OrderDesk,
         accept_loss: bool = False,
         clock: Callable[[], float] = time.time,
         steady: Callable[[], float] = time.monotonic,
@@ -82,6 +96,7 @@ class Coordinator:
             verify: checks a peer's signature.
             bootstrap: returns the multiaddrs of the run's first DHT node.
             desk: checks invites.
+            orders: keeps the organiser's.
             accept_loss: continue from the logs here, whatever the history knows.
             clock: returns seconds since 1970.
             steady: returns monotonic seconds.
@@ -91,6 +106,7 @@ class Coordinator:
         self.keys = keys
         self.run_id = run_id
         self._verify = verify
+        self._orders = orders
         self.finished = asyncio.Event()
         self._bootstrap = bootstrap
         self._clock = clock
@@ -118,6 +134,7 @@ class Coordinator:
             clock=self.now_s,
             steady=lambda: self._steady(),
             may_begin=self._may_begin,
+            lacking=orders.lacking,
             on_moved=self._note_finished,
             turns=asyncio.Semaphore(AT_ONCE),
         )
@@ -273,6 +290,35 @@ class Coordinator:
             except (OSError, InvitesError) as error:
                 self.report_disk(error)
 
+    # Orders
+
+    def give_order(self, signed: bytes) -> None:
+        """Take an order of the organiser's, which the run's key signed. Raises Refusal."""
+        try:
+            order = self._orders.give(signed, self._settings())
+        except OrderRefused as error:
+            raise Refusal(RefusalStatus.INVALID_ARGUMENT, str(error)) from None
+        except OSError as error:
+            self.report_disk(error)
+            raise Refusal(
+                RefusalStatus.RESOURCE_EXHAUSTED,
+                f"the coordinator cannot write to its disk: {error}; free space there",
+            ) from None
+        self.report("info", f"given: {described(order)}")
+
+    def orders(self) -> OrdersGiven:
+        """Return how far the organiser's orders are."""
+        logs = self._settings()
+        position = max(log.head().position for log in self.logs.values())
+        return OrdersGiven(
+            next_number=self._orders.next_number(logs),
+            settings=self._orders.settings(logs, position),
+            decided=tuple(each.number for each in logs),
+        )
+
+    def _settings(self) -> list[RunSettings]:
+        return [log.settings for log in self.logs.values()]
+
     def heartbeat_s(self) -> float:
         """Return the interval of heartbeats that peers are asked for."""
         return self.presence.interval_s(self._steady())
@@ -331,8 +377,8 @@ class Coordinator:
             state=self._state(now_s),
             epoch=log.head().epoch,
             position=min(each.position(now_s) for each in self.logs.values()),
-            rounds_total=self.spec.run.rounds,
-            min_peers=self.spec.round.min_peers,
+            rounds_total=log.rounds_total,
+            min_peers=log.settings.min_peers or self.spec.round.min_peers,
             min_keepers=self.spec.round.min_keepers,
             chain=log.head().chain.hex(),
             started_at=log.started_s,
@@ -349,6 +395,8 @@ class Coordinator:
             codec=self._codec,
             method=self.spec.outer.method,
             inner_steps=log.window(now_s),
+            settings=log.settings.numbers,
+            orders_waiting=len(self._orders.lacking(min(s.number for s in self._settings()))),
             params=sum(each.params for each in self.logs.values()),
             modules=self._modules(trainers, now_s),
         )
@@ -379,7 +427,7 @@ class Coordinator:
 
     def _state(self, now_s: float) -> RunState:
         """Return the state of the log that is least far."""
-        order: tuple[RunState, ...] = ("waiting", "stalled", "training", "finished")
+        order: tuple[RunState, ...] = ("waiting", "stalled", "paused", "training", "finished")
         states: list[RunState] = [log.state(now_s) for log in self.logs.values()]
         return min(states, key=order.index)
 
@@ -397,5 +445,5 @@ class Coordinator:
     def _note_finished(self) -> None:
         if self._is_finished() and not self.finished.is_set():
             self.finished.set()
-            rounds = self.spec.run.rounds
+            rounds = self.log.rounds_total
             self._events.report("info", f"run complete: all {rounds} rounds committed")

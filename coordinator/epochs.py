@@ -149,6 +149,10 @@ class Epochs:
         furthest = common_position(alive, epoch=head.epoch) if self._is_open else 0
         self._progress.note(max(head.position, furthest), now_s, round_s)
 
+    def rest(self, now_s: float) -> None:
+        """Exclude the time of a run that is paused: nothing is to be decided."""
+        self._progress.pause(now_s)
+
     def is_stalled(self, now_s: float) -> bool:
         """Return whether the run is stalled, or was until an epoch was opened for it."""
         return self._progress.reopened > 0 or self._progress.is_stalled(now_s)

@@ -33,6 +33,7 @@ from atoll.coordinator.scrubbing import Scrubbing
 from atoll.coordinator.signing import EpochSigner
 from atoll.optim.log.entry import Claim, Elector, Entry, LogError
 from atoll.optim.log.mending import Damage
+from atoll.optim.log.orders import RunSettings, described
 from atoll.optim.log.replica import DISK_ERRORS, LiveReplica, NotNext
 from atoll.optim.log.store import SnapshotInfo, StoreHead
 from atoll.optim.reduction.cells import Bytes
@@ -55,6 +56,8 @@ class Surroundings:
     """Monotonic seconds."""
     may_begin: Callable[[], bool]
     """Returns whether the run has enough peers to begin, wherever in it they are."""
+    lacking: Callable[[int], Sequence[bytes]]
+    """Returns the orders that a log lacks whose newest one has this number."""
     on_moved: Callable[[], None]
     """Called when a log has moved on."""
     turns: asyncio.Semaphore
@@ -129,6 +132,20 @@ class KeptLog:
         return self._spec.round.min_peers if len(self._spec.modules) == 1 else 1
 
     @property
+    def settings(self) -> RunSettings:
+        """What the organiser's orders have changed up to the end of the log."""
+        return self.replica.settings
+
+    @property
+    def rounds_total(self) -> int:
+        """The round after which the run ends; 0: until stopped."""
+        return self.settings.course.rounds(self._spec.run.rounds)
+
+    def orders(self) -> Sequence[bytes]:
+        """Return the orders that the log lacks."""
+        return self._around.lacking(self.settings.number)
+
+    @property
     def params(self) -> int:
         """Parameters that the log decides."""
         return self.replica.state.layout.numel
@@ -136,7 +153,7 @@ class KeptLog:
     @property
     def is_finished(self) -> bool:
         """Return whether all rounds of the run are in the log."""
-        rounds = self._spec.run.rounds
+        rounds = self.rounds_total
         return bool(rounds) and self.replica.head.position >= rounds
 
     def head(self) -> StoreHead:
@@ -189,6 +206,7 @@ class KeptLog:
         self.rounds.add(
             claim.entry, self._around.clock(), left_out=left_out, valid_loss=valid_loss, late=late
         )
+        self._tell_order(claim.entry)
         self._moved_on()
         return True
 
@@ -291,7 +309,7 @@ class KeptLog:
 
     def window(self, now_s: float) -> int:
         """The inner steps of a window at the log's position."""
-        return self._timetable.window(self.position(now_s))
+        return self.settings.course.window(self._timetable.window(self.position(now_s)))
 
     def state(self, now_s: float) -> RunState:
         """Return whether the log waits for peers, moves, stands still, or is complete."""
@@ -304,6 +322,8 @@ class KeptLog:
             alive and self._logged
         ):
             return "waiting"  # a trainer alone offers nothing (docs/protocol.md, part 2)
+        if self.settings.is_paused:
+            return "paused"
         stalled = self._epochs.is_stalled(now_s)
         return "stalled" if stalled or not alive else "training"
 
@@ -338,9 +358,15 @@ class KeptLog:
             self.rounds.add(
                 each.entry, self._around.clock(), left_out=left_out, valid_loss=None, late=True
             )
+            self._tell_order(each.entry)
         self.gaps = self.replica.store.gaps()
         self._publisher = PublisherChoice()
         self._moved_on()
+
+    def _tell_order(self, entry: Entry) -> None:
+        if entry.kind == "control":
+            order = self.replica.open_order(entry.order)
+            self._report("info", f"round {entry.position + 1}: {described(order)}")
 
     def _moved_on(self) -> None:
         self._around.on_moved()
@@ -358,6 +384,8 @@ class KeptLog:
             looking.result()
 
     async def _look(self, now_s: float) -> None:
+        if self.settings.is_paused and not self.orders():
+            self._epochs.rest(now_s)
         if not self.is_finished and (self._logged or self.replica.opened is None):
             await self._epochs.look(self.alive(now_s), now_s)
             if self.started_s is None and self.replica.opened is not None:
@@ -376,8 +404,8 @@ class KeptLog:
         return max((s.position for s in alive if s.epoch == epoch), default=0)
 
     def _left_out(self, electorate: Sequence[Elector], entry: Entry) -> list[str]:
-        """Return the electors without a contribution; keepers bring none."""
-        if self._spec.round.electors == "keepers":
+        """Return the electors without a contribution; keepers bring none, nor does anybody here."""
+        if self._spec.round.electors == "keepers" or entry.kind == "control":
             return []
         counted = {member.peer_id for member in contributors(entry)}
         return [elector.peer_id for elector in electorate if elector.peer_id not in counted]

@@ -58,6 +58,35 @@ class Contribution:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Course:
+    """What the organiser's orders have changed of how peers train, up to a position."""
+
+    inner_steps: int | None = None
+    """H; None: the spec's."""
+
+    inner_scale: float = 1.0
+    """Factor of the schedule's inner learning rate."""
+
+    last_round: int | None = None
+    """The round after which the run ends; None: the spec's."""
+
+    is_paused: bool = False
+    """True if no update is decided now."""
+
+    def window(self, planned: int) -> int:
+        """Return H, given that of the run's timetable."""
+        return planned if self.inner_steps is None else self.inner_steps
+
+    def rounds(self, planned: int) -> int:
+        """Return the run's number of rounds, given the spec's; 0 for a run without an end."""
+        return min(filter(None, (planned, self.last_round)), default=0)
+
+
+AS_PLANNED = Course()
+"""The course of a run without orders."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Commit:
     """A decided entry of the log, as a method needs it."""
 
@@ -89,6 +118,9 @@ class Commit:
     reset: bool = False
     """Drop drift and pending contribution and take params_N as they are: this peer's work is
     too late, too large, or its outcome unknown."""
+
+    course: Course = AS_PLANNED
+    """How peers train from this position on."""
 
     @property
     def counts(self) -> bool:

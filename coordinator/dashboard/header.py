@@ -16,6 +16,7 @@ from atoll.coordinator.report.view import (
     eta_seconds,
     num_online,
     num_present,
+    orders_text,
     round_seconds,
     token_rates,
     utilisation,
@@ -29,6 +30,7 @@ Fact = tuple[str, Content]  # label, value
 STATE_STYLES: Final = {
     "waiting": "bold $on-chip on $warn",
     "training": "bold $on-chip on $good",
+    "paused": "bold $on-chip on $warn",
     "stalled": "bold $on-chip on $bad",
     "finished": "bold $on-chip on $primary",
 }
@@ -165,6 +167,8 @@ def _facts(status: RunStatus, rate: Content) -> list[Fact]:
         ("codec", _bold(text.clean(status.codec, num_max=32))),
         ("params", _bold(text.count(status.params))),
     ]
+    if changed := orders_text(status):
+        facts.append(("orders", _bold(changed)))
     elapsed = elapsed_seconds(status)
     if elapsed is not None:
         facts.append(("elapsed", _bold(text.duration(elapsed))))

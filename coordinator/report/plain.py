@@ -25,6 +25,7 @@ from atoll.coordinator.report.view import (
     names,
     naming,
     num_present,
+    orders_text,
     reached,
     shown_state,
     sorted_peers,
@@ -177,6 +178,8 @@ def _state_change(previous: RunStatus | None, current: RunStatus) -> list[str]:
         case "finished":
             tokens, loss = text.count(current.tokens_total), text.loss_text(current.loss)
             return [f"{at}  finished after {current.position} rounds: {tokens} tokens, loss {loss}"]
+        case "paused":
+            return [f"{at}  paused by the organiser after round {current.position}"]
         case "stalled" if not num_present(current):
             return [f"{at}  stalled: no peer is online; training resumes when peers return"]
         case "stalled":
@@ -273,6 +276,8 @@ def render_status(status: RunStatus) -> str:
         ("parameters", text.count(status.params)),
         ("peers", f"{num_present(status)} of {len(status.peers)} online"),
     ]
+    if changed := orders_text(status):
+        facts.append(("orders", changed))
     if status.modules:
         binds = binding(status)
         most = f"; the others wait for {binds}" if binds else ""

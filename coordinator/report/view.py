@@ -67,7 +67,7 @@ def round_seconds(history: Sequence[RoundSummary]) -> float | None:
 def eta_seconds(status: RunStatus) -> float | None:
     """Estimate how long the remaining rounds take at the recent pace."""
     pace = round_seconds(status.history)
-    is_moving = status.state not in ("finished", "stalled")
+    is_moving = status.state not in ("finished", "stalled", "paused")
     if pace is None or status.rounds_total <= 0 or not is_moving:
         return None
     return pace * max(0, status.rounds_total - status.position)
@@ -111,6 +111,13 @@ def binding(status: RunStatus) -> str:
 def waited_for(reason: str) -> str:
     """Return what the trainer of a stage waits for, as people read it; a dash if for nothing."""
     return _WAITS.get(reason) or clean(reason, num_max=16) or ABSENT
+
+
+def orders_text(status: RunStatus) -> str:
+    """Return what the organiser's orders have changed, and how many wait; empty without any."""
+    changed = [f"{clean(name)} = {value:g}" for name, value in status.settings.items()]
+    waiting = status.orders_waiting
+    return ", ".join([*changed, *([f"{waiting} waiting for a decision"] if waiting else [])])
 
 
 def num_present(status: RunStatus) -> int:

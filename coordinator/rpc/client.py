@@ -44,6 +44,7 @@ from atoll.coordinator.run.status import Event, PeerStatus, RoundReport
 from atoll.coordinator.run.tokenizer_file import MAX_PACKED_BYTES, TokenizerFileError, unpack
 from atoll.dht import Identity
 from atoll.optim.log.entry import SignedRoot
+from atoll.optim.log.orders import MAX_PENDING
 from atoll.optim.log.store import StoreHead
 from atoll.optim.state.layout import Layout, LayoutError
 from atoll.optim.state.outer_state import LEAF_BYTES, merkle_root, snapshot_bytes
@@ -90,6 +91,8 @@ class Beat:
     heartbeat_s: float
     roster: bytes = b""
     """Signed records of peers, in answer to the heartbeat's question."""
+    orders: tuple[bytes, ...] = ()
+    """Signed orders of the organiser's that the coordinator's log lacks."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -260,6 +263,7 @@ class CoordinatorClient(StatusClient):
             admission=reply.admission,
             finished=reply.finished,
             roster=reply.roster,
+            orders=tuple(reply.orders)[:MAX_PENDING],
             heartbeat_s=min(max(reply.heartbeat_s, 0.1), MAX_HEARTBEAT_S),
         )
 

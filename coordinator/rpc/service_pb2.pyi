@@ -131,7 +131,7 @@ class HeartbeatRequest(_message.Message):
     def __init__(self, auth: _Optional[_Union[Auth, _Mapping]] = ..., status: _Optional[bytes] = ..., events: _Optional[_Iterable[bytes]] = ..., traces: _Optional[_Iterable[bytes]] = ..., leaving: _Optional[bool] = ..., epoch_sha256: _Optional[bytes] = ..., retired: _Optional[bool] = ..., evicted_sha256: _Optional[bytes] = ..., roster: _Optional[bytes] = ..., evidence: _Optional[bytes] = ...) -> None: ...
 
 class HeartbeatReply(_message.Message):
-    __slots__ = ("epoch", "head", "server_time_s", "bootstrap", "publish", "publish_from", "admission", "finished", "heartbeat_s", "evicted", "roster")
+    __slots__ = ("epoch", "head", "server_time_s", "bootstrap", "publish", "publish_from", "admission", "finished", "heartbeat_s", "evicted", "roster", "orders")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     HEAD_FIELD_NUMBER: _ClassVar[int]
     SERVER_TIME_S_FIELD_NUMBER: _ClassVar[int]
@@ -143,6 +143,7 @@ class HeartbeatReply(_message.Message):
     HEARTBEAT_S_FIELD_NUMBER: _ClassVar[int]
     EVICTED_FIELD_NUMBER: _ClassVar[int]
     ROSTER_FIELD_NUMBER: _ClassVar[int]
+    ORDERS_FIELD_NUMBER: _ClassVar[int]
     epoch: bytes
     head: Head
     server_time_s: float
@@ -154,7 +155,8 @@ class HeartbeatReply(_message.Message):
     heartbeat_s: float
     evicted: bytes
     roster: bytes
-    def __init__(self, epoch: _Optional[bytes] = ..., head: _Optional[_Union[Head, _Mapping]] = ..., server_time_s: _Optional[float] = ..., bootstrap: _Optional[_Iterable[str]] = ..., publish: _Optional[bool] = ..., publish_from: _Optional[int] = ..., admission: _Optional[bytes] = ..., finished: _Optional[bool] = ..., heartbeat_s: _Optional[float] = ..., evicted: _Optional[bytes] = ..., roster: _Optional[bytes] = ...) -> None: ...
+    orders: _containers.RepeatedScalarFieldContainer[bytes]
+    def __init__(self, epoch: _Optional[bytes] = ..., head: _Optional[_Union[Head, _Mapping]] = ..., server_time_s: _Optional[float] = ..., bootstrap: _Optional[_Iterable[str]] = ..., publish: _Optional[bool] = ..., publish_from: _Optional[int] = ..., admission: _Optional[bytes] = ..., finished: _Optional[bool] = ..., heartbeat_s: _Optional[float] = ..., evicted: _Optional[bytes] = ..., roster: _Optional[bytes] = ..., orders: _Optional[_Iterable[bytes]] = ...) -> None: ...
 
 class PublishRequest(_message.Message):
     __slots__ = ("header", "chunk")
@@ -307,3 +309,23 @@ class StatusReply(_message.Message):
     STATUS_FIELD_NUMBER: _ClassVar[int]
     status: bytes
     def __init__(self, status: _Optional[bytes] = ...) -> None: ...
+
+class OrderRequest(_message.Message):
+    __slots__ = ("token", "order")
+    TOKEN_FIELD_NUMBER: _ClassVar[int]
+    ORDER_FIELD_NUMBER: _ClassVar[int]
+    token: bytes
+    order: bytes
+    def __init__(self, token: _Optional[bytes] = ..., order: _Optional[bytes] = ...) -> None: ...
+
+class OrderReply(_message.Message):
+    __slots__ = ("spec", "next_number", "settings", "decided")
+    SPEC_FIELD_NUMBER: _ClassVar[int]
+    NEXT_NUMBER_FIELD_NUMBER: _ClassVar[int]
+    SETTINGS_FIELD_NUMBER: _ClassVar[int]
+    DECIDED_FIELD_NUMBER: _ClassVar[int]
+    spec: bytes
+    next_number: int
+    settings: bytes
+    decided: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, spec: _Optional[bytes] = ..., next_number: _Optional[int] = ..., settings: _Optional[bytes] = ..., decided: _Optional[_Iterable[int]] = ...) -> None: ...

@@ -39,7 +39,7 @@ CANNOT_REACH = (
 )
 """The fact and the remedy, after the names of two peers."""
 
-RunState = Literal["waiting", "training", "stalled", "finished"]
+RunState = Literal["waiting", "training", "paused", "stalled", "finished"]
 PeerReach = Literal["", "direct", "upnp", "hole", "relayed"]
 PeerState = Literal[
     "joining", "ready", "training", "syncing", "recovering", "leaving", "left", "gone"
@@ -394,6 +394,10 @@ class RunStatus(StatusRecord):
     codec: Name = ""
     method: Name = ""
     inner_steps: Count = 0
+    settings: Annotated[dict[Name, Amount], Field(max_length=16)] = field(default_factory=dict)
+    """What the organiser's orders have changed, by name."""
+    orders_waiting: Count = 0
+    """Orders that were given and are not decided yet."""
     params: Count = 0
     """Trainable parameters."""
     modules: Annotated[list[ModuleStatus], Field(max_length=MAX_MODULES)] = field(

@@ -9,6 +9,7 @@ same invite.
     keys.json       see keys.py, 0600
     epoch.signed    see signing.py, 0600
     invites.json    see invites.py, 0600; with uses.json
+    orders.json     see orders.py, 0600
     invite          the first invite, as it was printed last, 0600
     node.known      last addresses of peers, for the node to find them again
     node.key        identity of the run's first DHT node, 0600
@@ -60,6 +61,7 @@ from atoll.coordinator.heads import AskHead
 from atoll.coordinator.history import History
 from atoll.coordinator.invites import BASE_FILE, InviteDesk
 from atoll.coordinator.kept_log import TICK_S, KeptLog, LogParts
+from atoll.coordinator.orders import ORDERS_FILE, OrderDesk
 from atoll.coordinator.ports import Ports
 from atoll.coordinator.rpc.messages import SERVER_OPTIONS
 from atoll.coordinator.run.addresses import is_public, split_address
@@ -267,6 +269,12 @@ async def running(
             history=history,
             verify=verify,
             desk=InviteDesk(state_dir, keys.token),
+            orders=OrderDesk(
+                state_dir / ORDERS_FILE,
+                run_id=identifier,
+                spec=spec,
+                verify_run=partial(verify_run_key, keys.run_public_key),
+            ),
             accept_loss=accept_loss,
             bootstrap=lambda: [address for node in nodes for address in node.addresses],
         )

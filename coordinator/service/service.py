@@ -41,7 +41,7 @@ from atoll.coordinator.rpc.messages import (
 from atoll.coordinator.run.status import Event, PeerStatus, RoundReport, StatusError
 from atoll.coordinator.service.places import CallPlaces
 from atoll.coordinator.service.watching import PortsWatch
-from atoll.optim.log.entry import Claim, Entry
+from atoll.optim.log.entry import MAX_ORDER, Claim, Entry
 from atoll.optim.log.mending import checked_body
 from atoll.optim.log.store import LogStore, NotStored, SnapshotInfo, StoreHead
 from atoll.optim.state import vectors
@@ -246,6 +246,22 @@ class Service:
             finished=beat.finished,
             heartbeat_s=self._run.heartbeat_s(),
             evicted=b"" if knows_evicted else evicted,
+            orders=log.orders(),
+        )
+
+    async def _order(self, request: pb.OrderRequest, call: _Call) -> pb.OrderReply:
+        self._pace(call)
+        if request.order:  # the run's key signed it, which proves more than a token
+            _expect_size("order", request.order, MAX_ORDER)
+            self._run.give_order(request.order)
+        else:
+            self._run.admission.expect_token(request.token)
+        given = self._run.orders()
+        return pb.OrderReply(
+            spec=self._run.spec.canonical(),
+            next_number=given.next_number,
+            settings=given.settings.stored,
+            decided=given.decided,
         )
 
     async def _publish(

@@ -44,7 +44,9 @@ from pydantic import (
     FailFast,
     Field,
     FiniteFloat,
+    SerializerFunctionWrapHandler,
     ValidationError,
+    model_serializer,
     model_validator,
 )
 
@@ -56,6 +58,7 @@ MAX_MEMBERS = 4096  # as many as a group may have; 4,096 of them take 13 ms to p
 # record took 6 s to refuse: each unknown key is an error of its own.
 MAX_FIELDS = 32  # twice those of the longest record
 MAX_ITEMS = 1 << 16  # parts of an entry of 4 billion values, a part a cell
+MAX_ORDER = 1024  # bytes of a signed order, or of settings: they have some 200 at most
 
 Verify = Callable[[str, bytes, bytes], bool]
 """(peer_id, data, signature) -> whether that peer signed that data."""
@@ -80,6 +83,10 @@ PeerId = Annotated[str, Field(min_length=1, max_length=128)]
 Incarnation = Annotated[str, Field(min_length=1, max_length=32)]
 Signature = Annotated[bytes, Field(min_length=1, max_length=1024)]
 Norm = Annotated[FiniteFloat, Field(ge=0)]
+EntryKind = Literal["update", "null", "control"]
+"""An update (a manifest of part digests), NULL (given up), or an order of the organiser's."""
+LastFields = Annotated[bytes, Field(max_length=MAX_ORDER)]
+"""A record that is left out of the encoding as long as it is empty."""
 
 
 class LogError(ValueError):
@@ -265,8 +272,13 @@ class StateRoot(Record):
     root: Digest
 
 
+def _without_empty(fields: dict[str, Any]) -> dict[str, Any]:
+    """Leave out what a run without orders has not: its records keep their bytes."""
+    return {k: v for k, v in fields.items() if v or k not in ("order", "settings")}
+
+
 class Entry(Record):
-    """One decided position: an update (a manifest of part digests) or NULL (given up)."""
+    """One decided position."""
 
     max_bytes: ClassVar[int] = 16 << 20
 
@@ -274,7 +286,7 @@ class Entry(Record):
     run_id: Digest
     epoch: Count
     position: Count
-    kind: Literal["update", "null"]
+    kind: EntryKind
     previous_chain: Digest
     fragment: Count
     lr: FiniteFloat
@@ -289,6 +301,14 @@ class Entry(Record):
     norms: Annotated[tuple[Norm, ...], FailFast()] = ()
     """by fragment: the norm below which the next contributions are not clipped (`electorate.py`)"""
     state_root: StateRoot | None = None
+    order: LastFields = b""
+    """the signed order that a control entry brings (`orders.py`)"""
+    settings: LastFields = b""
+    """what all orders up to here have changed; empty before the first"""
+
+    @model_serializer(mode="wrap")
+    def _dump(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        return _without_empty(handler(self))
 
     def without_members(self) -> bytes:
         """Return the encoded entry but for its members, for a receiver that knows them."""
@@ -313,7 +333,9 @@ class Entry(Record):
     @model_validator(mode="after")
     def _check(self) -> Self:
         if (self.kind == "update") != bool(self.parts and self.members):
-            raise ValueError("an update has members and parts, NULL has neither")
+            raise ValueError("an update has members and parts, other entries have neither")
+        if (self.kind == "control") != bool(self.order):
+            raise ValueError("a control entry has an order, other entries have none")
         # The outer step computes in fp32; a wider scalar would leave its rounding to each replica.
         if _fp32(self.lr) != self.lr or _fp32(self.momentum) != self.momentum:
             raise ValueError("scalars are fp32 values")
@@ -389,7 +411,7 @@ class EntryHead(Record):
     run_id: Digest
     epoch: Count
     position: Count
-    kind: Literal["update", "null"]
+    kind: EntryKind
     previous_chain: Digest
 
 
@@ -480,6 +502,12 @@ class Epoch(Record):
     """of the entry before the base"""
     first_term: Annotated[Count, Field(lt=MAX_ELECTORS)] = 0
     """with which the base begins: those before it are led by electors whose terms failed there"""
+    settings: LastFields = b""
+    """of the entry before the base"""
+
+    @model_serializer(mode="wrap")
+    def _dump(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        return _without_empty(handler(self))
 
 
 class SignedEpoch(Record):
@@ -729,6 +757,8 @@ class LogPlace:
     electorate: tuple[Elector, ...]
     newcomers: tuple[Newcomer, ...] = ()
     norms: tuple[float, ...] = ()
+    settings: bytes | None = b""
+    """what orders have changed before the entry; None if that is not known"""
 
 
 def verify_claims(
@@ -810,6 +840,7 @@ def place_at_base(opened: Epoch) -> LogPlace:
         electorate=opened.electorate,
         newcomers=opened.newcomers,
         norms=opened.norms,
+        settings=opened.settings,
     )
 
 
@@ -820,6 +851,7 @@ def place_after(entry: Entry) -> LogPlace:
         electorate=entry.electorate,
         newcomers=entry.newcomers,
         norms=entry.norms,
+        settings=entry.settings,
     )
 
 
@@ -858,5 +890,5 @@ def place_before(claims: Sequence[Claim], position: int, opened: Epoch | None) -
             return place_after(claim.entry)
         if claim.entry.position == position:
             # Before it lies an entry that nobody sent, so who votes here is not known.
-            return LogPlace(chain=claim.entry.previous_chain, electorate=())
+            return LogPlace(chain=claim.entry.previous_chain, electorate=(), settings=None)
     return None

@@ -84,6 +84,14 @@ from atoll.optim.log.entry import (
     verify_claims,
     verify_linked,
 )
+from atoll.optim.log.orders import (
+    Order,
+    OrderInvalid,
+    RunSettings,
+    SignedOrder,
+    check_settings,
+    read_settings,
+)
 from atoll.optim.log.store import (
     LogStore,
     NotStored,
@@ -146,7 +154,7 @@ class Replay:
 
     def max_body_bytes(self, entry: Entry) -> int:
         """Return the bytes of the longest body that an entry can have."""
-        if entry.kind == "null":
+        if entry.kind != "update":
             return 0
         return self.cells_at(entry.position).max_body_bytes(len(entry.members))
 
@@ -161,7 +169,7 @@ class Replay:
             raise MalformedRecord(
                 f"entry {entry.position}: expected fragment {due}, got {entry.fragment}"
             )
-        if entry.kind == "null":
+        if entry.kind != "update":
             return
         if entry.num_cells != len(cells):
             raise MalformedRecord(
@@ -205,8 +213,8 @@ class Replay:
             UpdateError: the body does not decode to finite numbers.
         """
         self.check(entry)
-        if entry.kind == "null":
-            return state.at(entry.position + 1)  # given up: not even the momentum moves
+        if entry.kind != "update":
+            return state.at(entry.position + 1)  # not even the momentum moves
         fragment = self.fragments[entry.fragment]
         if update_F is None and state.gives_params and self._goes_by_pieces(fragment):
             return self._next_by_pieces(state, entry, body)
@@ -348,6 +356,9 @@ class ReplicaStanding:
     """Peers that may vote after some entries more."""
     norms: tuple[float, ...] = ()
     """By fragment: what bounds the clip factors of its next contributions from below."""
+    settings: bytes | None = b""
+    """What the organiser's orders have changed up to the head (`orders.py`); None if that is not
+    known: the entry before the head is missing here."""
     state: OuterState | None = None
     """The state at the head, or an older one (`ReplicaView.is_current`)."""
     snapshots: dict[int, SnapshotFile] = field(default_factory=dict)
@@ -473,6 +484,11 @@ class ReplicaView:
         """Return the next entry's electorate, those who may vote later, and the norms."""
         at = self.standing
         return Succession(at.electorate, at.newcomers, at.norms)
+
+    @property
+    def settings(self) -> RunSettings:
+        """What the organiser's orders have changed up to the head."""
+        return read_settings(self.standing.settings or b"")
 
     @property
     def snapshots(self) -> dict[int, SnapshotFile]:
@@ -609,6 +625,7 @@ class Replica(ReplicaView):
             # A body is gone, such as one that was being written. What comes after it is fetched
             # again: an epoch may have voided it.
             self.store.rewind(at.head.position)
+        at = replace(at, settings=self._stored_settings(at.head))
         self.standing = _with_voters(at, self._stored_voters(at.head))
         return True
 
@@ -667,6 +684,14 @@ class Replica(ReplicaView):
                 return Succession(())
         return self._voters_at(head.position)
 
+    def _stored_settings(self, head: StoreHead) -> bytes | None:
+        before, opened = self.store.get(head.position - 1), self.opened
+        if before is not None:
+            return Entry.decode(before.entry).settings
+        if opened is not None and head.position == opened.base_position:
+            return opened.settings
+        return None if head.position else b""
+
     def _voters_at(self, position: int) -> Succession:
         if self.opened is not None and position == self.opened.base_position:
             return at_base(self.opened)
@@ -698,6 +723,7 @@ class Replica(ReplicaView):
         )
         check_certificate(entry, certificate, at.electorate, self._verify, self.trust)
         self.replay.check(entry)
+        check_settings(entry, at.settings, self.open_order)
         return Claim(entry=entry, certificate=certificate)
 
     def verify(self, records: Sequence[tuple[bytes, bytes]], here: LogPlace | None) -> list[Claim]:
@@ -772,6 +798,17 @@ class Replica(ReplicaView):
             vectors.trim(self.layout.numel)  # of messages that brought bodies
         return update_F
 
+    def open_order(self, signed: bytes) -> Order:
+        """Return the order in a signed one.
+
+        Raises:
+            LogError: malformed, not signed by the run's key, or of another run.
+        """
+        order = SignedOrder.decode(signed).open(self._verify_run)
+        if log_id(order.run_id, self.module.name) != self.run_id:
+            raise OrderInvalid("order: expected one of this run, got one of another")
+        return order
+
     def _decodes_first(self, *, applies: bool) -> bool:
         """Return whether an update is decoded before its entry is stored.
 
@@ -797,6 +834,7 @@ class Replica(ReplicaView):
             or not (is_before_base or (at.opened is not None and entry.epoch == at.head.epoch))
         ):
             raise _not_next(entry, at.head)
+        check_settings(entry, at.settings, self.open_order)
 
     def _next_state(
         self, at: ReplicaStanding, entry: Entry, body: Bytes, update_F: Update | None
@@ -839,7 +877,7 @@ class Replica(ReplicaView):
 
     def _after(self, at: ReplicaStanding, entry: Entry) -> ReplicaStanding:
         head = StoreHead(epoch=at.head.epoch, position=entry.position + 1, chain=entry.chain)
-        at = _with_voters(replace(at, head=head), after(entry))
+        at = _with_voters(replace(at, head=head, settings=entry.settings), after(entry))
         if at.opened is not None and at.is_at_base(at.opened):
             at = _with_voters(at, at_base(at.opened))
         return at
@@ -999,6 +1037,7 @@ class Replica(ReplicaView):
             electorate=place.electorate,
             newcomers=place.newcomers,
             norms=place.norms,
+            settings=place.settings,
             state=state,
             snapshots={},
             leaps=self.leaps + 1,
@@ -1184,6 +1223,7 @@ class Replica(ReplicaView):
             newcomers=remembered(self.voters, electorate, head.position),
             norms=self.voters.norms,
             first_term=first_term,
+            settings=self.standing.settings or b"",
         )
         raw = epoch.encode()
         self.adopt(SignedEpoch(epoch=raw, signature=sign(epoch_payload(raw))).encode())
@@ -1499,6 +1539,12 @@ class LiveReplica(ReplicaView):
     def lease(self, position: int) -> SnapshotFile | None:
         """Return a snapshot to somebody who fetches it; see `Replica.lease`."""
         return self.core.lease(position)
+
+    # Orders
+
+    def open_order(self, signed: bytes) -> Order:
+        """Return the order in a signed one; see `Replica.open_order`."""
+        return self.core.open_order(signed)
 
     # Epochs
 

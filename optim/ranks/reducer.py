@@ -31,7 +31,7 @@ from atoll.optim.ranks import residuals
 from atoll.optim.ranks.placing import RankPlaces
 from atoll.optim.ranks.ranks import Message, Ranks, RanksError
 from atoll.optim.ranks.residuals import RemoteResidual, Settlement
-from atoll.optim.reducer import Commit, Contribution, Reducer, Residual, Settle
+from atoll.optim.reducer import AS_PLANNED, Commit, Contribution, Course, Reducer, Residual, Settle
 from atoll.optim.reduction.contribution import Feedback, Offer
 from atoll.optim.schedules import Stair, Timetable
 from atoll.optim.state.layout import Fragment, Layout
@@ -135,6 +135,8 @@ class RankReducer(Reducer):
         """True if `start` takes the parameters from a log that is stored."""
         self.begins = ranks.leads
         """True if `start` wants the model's parameters from this rank."""
+        self.course = AS_PLANNED
+        """How peers train at this position."""
         self.finished = False
         """True once the run is complete: what is trained from here on reaches nobody."""
         self._position = 0
@@ -332,6 +334,7 @@ class RankReducer(Reducer):
         fields: dict[str, Any] = {"commits": [_fields_of(commit) for commit in commits]}
         if self._inner is not None:
             fields |= {"position": self._inner.position, "finished": self._inner.finished}
+            fields["course"] = dataclasses.asdict(getattr(self._inner, "course", AS_PLANNED))
         told = self._ranks.tell_each(
             self._with_ledger(fields, lambda rank: self._tensors_of(commits, rank))
         )
@@ -341,9 +344,11 @@ class RankReducer(Reducer):
             params_R = self._own_params(each, left.popleft())
             included = left.popleft() if each.pop("has_included") else None
             self._position = each["position"]
+            self.course = Course(**each.pop("course"))
             assert self._settle is not None, "a reducer settles only after start"
-            self._settle(Commit(params_N=params_R, included=included, **each))
+            self._settle(Commit(params_N=params_R, included=included, course=self.course, **each))
         self._position, self.finished = told.fields["position"], told.fields["finished"]
+        self.course = Course(**told.fields["course"])
 
     def _own_params(self, commit: Mapping[str, Any], values: Tensor) -> Tensor:
         """Return own values of all fragments, given those that a commit moved."""
@@ -456,6 +461,7 @@ def _fields_of(commit: Commit) -> dict[str, Any]:
         "settles": commit.settles,
         "members": commit.members,
         "reset": commit.reset,
+        "course": dataclasses.asdict(commit.course),
         "in_part": commit.counts,
         "has_included": commit.included is not None,
     }

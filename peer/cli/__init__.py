@@ -34,6 +34,7 @@ SUMMARIES = {
     "coordinator": "start a run and print its invite",
     "invite": "issue, list or revoke invites of a run",
     "evict": "remove a peer from a run",
+    "run": "pause, resume, stop or change a run that goes on",
     "peer": "join a run and train until stopped",
     "doctor": "check this machine and its connection to a run",
     "dashboard": "watch a run in the terminal",

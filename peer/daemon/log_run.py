@@ -33,11 +33,11 @@ from atoll.optim.log.entry import (
     Elector,
     Entry,
     LogError,
-    fp32,
     genesis_chain,
     is_quorum,
 )
 from atoll.optim.log.mending import mend
+from atoll.optim.log.orders import RunSettings, described
 from atoll.optim.log.replica import (
     LiveReplica,
     Module,
@@ -99,8 +99,13 @@ class LogRun:
         )
         self._replay = module.replay
         self._decisions = Decisions()
-        self.progress = TrainerProgress(spec, module.method, len(self._replay.fragments))
         self.replica = self._make_replica(module)
+        self.progress = TrainerProgress(
+            spec,
+            module.method,
+            len(self._replay.fragments),
+            ahead=lambda: self.replica.settings.course,
+        )
         self.ctx = Context(
             me=env.me,
             sign=env.identity.sign,
@@ -109,7 +114,7 @@ class LogRun:
             roster=roster_of(module.name, env.neighbours.roster),
             replica=self.replica,
             replay=self._replay,
-            scalars=outer_scalars(spec, self._replay),
+            scalars=outer_scalars(spec, self._replay, lambda: self.replica.settings),
             settings=RoundSettings(
                 stall_s=spec.round.stall_s,
                 grace_s=spec.round.grace_s,
@@ -163,6 +168,7 @@ class LogRun:
         """Return a run that holds a verified state and answers the others."""
         run = cls(env, joined)
         await run._settle(joined)
+        run._follow_settings()
         run._serves = True
         run.rounds.serve()
         return run
@@ -208,7 +214,8 @@ class LogRun:
 
     def look(self) -> None:
         """Report a round that cannot be decided because electors are missing."""
-        replica, rounds = self.replica, self._env.spec.run.rounds
+        replica = self.replica
+        rounds = self.progress.ahead().rounds(self._env.spec.run.rounds)
         if rounds and replica.position >= rounds:  # complete: nothing more is decided
             return
         known = self.ctx.seen.values()
@@ -319,6 +326,11 @@ class LogRun:
     # in the loop
 
     def _on_settled(self, settled: Settled) -> None:
+        entry = settled.applied.entry
+        if entry.kind == "control":
+            order = self.replica.open_order(entry.order)
+            self._env.company.show("info", f"round {entry.position + 1}: {described(order)}")
+            self._follow_settings()
         if not self._env.is_keeper:  # nobody would take it
             self._decisions.put(settled)
         if not self._catching_up.is_running:
@@ -332,25 +344,38 @@ class LogRun:
 
     def _on_leap(self) -> None:
         """Drop open work that belongs to the position before; at the start there is none."""
+        self._follow_settings()
         if self._serves and not self._env.is_keeper:
             self.rounds.withdraw()
             self._env.company.withdraw()
             why = f"recovered to position {self.replica.position}"
-            self._decisions.put(Reset(state=self.replica.state, why=why))
+            course = self.replica.settings.course
+            self._decisions.put(Reset(state=self.replica.state, why=why, course=course))
+
+    def _follow_settings(self) -> None:
+        """Do what the organiser's orders have changed beside the rounds."""
+        spec, least = self._env.spec, self.replica.settings.min_peers
+        if least is not None and spec.topology.stages == 1:
+            self._env.company.needs_others = least > 1
 
     def _rounds_view(self) -> RoundsView:
         stats = self.rounds.statistics()
         return RoundsView(phase=stats.phase, last=stats.last, encode_s=self.progress.encode_s)
 
 
-def outer_scalars(spec: RunSpec, replay: Replay) -> Callable[[int], tuple[float, float]]:
-    """Return position -> learning rate and momentum of its entry; equal on every peer."""
+def outer_scalars(
+    spec: RunSpec, replay: Replay, settings: Callable[[], RunSettings] = RunSettings
+) -> Callable[[int], tuple[float, float]]:
+    """Return position -> learning rate and momentum of its entry; equal on every peer.
+
+    `settings` returns what orders have changed up to the position that is decided next.
+    """
     timetable, rate = spec.timetable(len(replay.fragments)), spec.inner.rate
 
     def scalars(position: int) -> tuple[float, float]:
         inner_lr = rate.at(timetable.steps_until(position + 1) - 1, timetable.total_steps)
-        lr, momentum = replay.method.scalars(inner_lr)
-        return fp32(lr), fp32(momentum)
+        now = settings()
+        return now.scalars(*replay.method.scalars(now.course.inner_scale * inner_lr))
 
     return scalars
 
@@ -408,6 +433,9 @@ class Publisher:
                 # Not at the epoch's base: entries are missing, or void ones are here.
                 if not await self._replica.adopt(beat.epoch):
                     self._rounds.kick_catch_up()
+        for order in beat.orders:
+            with suppress(LogError):  # none of this run's
+                self._rounds.ordering.take(order)
         if self._misses_entries(beat.head.position):
             self._rounds.kick_catch_up()
         if beat.publish_from is not None and not self._publishing:

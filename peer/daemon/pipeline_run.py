@@ -80,7 +80,8 @@ class PipelineRun(LogRun):
         """
         if self.publisher.is_complete:
             return True
-        seen, rounds = self._env.neighbours.roster.seen, self._env.spec.run.rounds
+        seen = self._env.neighbours.roster.seen
+        rounds = self.progress.ahead().rounds(self._env.spec.run.rounds)
         done = {each.module for each in seen if 0 < rounds <= each.position}
         return done >= set(self._env.spec.modules)
 

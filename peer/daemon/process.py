@@ -301,9 +301,10 @@ def _keep(options: RunOptions, network: NetworkLine, narrator: Narrator, stop: S
     narrator.introduce_keeper(network, options.peer.name)
     while not stop.wait(KEEP_POLL_S):
         network.expect_working()
-        narrator.tell_round(network, spec.run.rounds)
+        rounds = network.view.course.rounds(spec.run.rounds)
+        narrator.tell_round(network, rounds)
         if _is_over(spec, network):
-            narrator.tell("info", f"run complete: all {spec.run.rounds} rounds committed")
+            narrator.tell("info", f"run complete: all {rounds} rounds committed")
             wait_until_stored(network.stored_all, STORED_S, stop, narrator.tell)
             return True
     return False
@@ -363,7 +364,7 @@ def _train(options: RunOptions, reducer: SeatReducer, narrator: Narrator, stop: 
     narrator.introduce(network, spec, trainer, options.peer.name)
     trainer.run()
     if trainer.finished and not stop.is_set():
-        rounds = spec.run.rounds
+        rounds = trainer.course.rounds(spec.run.rounds)
         narrator.tell("info", f"run complete: all {rounds} rounds committed")
         wait_until_stored(network.stored_all, STORED_S, stop, narrator.tell)
     return trainer.finished
@@ -419,7 +420,8 @@ def _leave_former(paths: PeerPaths, spec: RunSpec, module: str, narrator: Narrat
 def _is_over(spec: RunSpec, network: NetworkLine) -> bool:
     """Return whether the run is complete for this peer; raise the failure that ends its part."""
     network.expect_working()  # a stage without microbatches asks for no round that would raise it
-    return 0 < spec.run.rounds <= network.view.position
+    view = network.view
+    return 0 < view.course.rounds(spec.run.rounds) <= view.position
 
 
 def _seat(network: NetworkLine) -> StageSeat | None:
@@ -518,7 +520,7 @@ class Narrator:
     def introduce(self, network: NetworkLine, spec: RunSpec, trainer: Trainer, name: str) -> None:
         """Report that training begins, and from now on each round."""
         position, facts = network.view.position, network.facts
-        network.on_account = partial(self.on_account, trainer, spec.run.rounds)
+        network.on_account = partial(self.on_account, trainer)
         me = _named(name, facts)
         device, peers = trainer.statistics().device, spec.round.min_peers
         self.tell("info", joined_run(spec, trainer.worker.layout, position))
@@ -554,9 +556,9 @@ class Narrator:
             PeerEvent(kind="phase", position=position, text=phase, phase=phase, left=left)
         )
 
-    def on_account(self, trainer: Trainer, rounds: int, account: Account) -> None:
-        """Report a round that was decided, and the outcome of this peer's work; 0 is no end."""
-        stats = trainer.statistics()
+    def on_account(self, trainer: Trainer, account: Account) -> None:
+        """Report a round that was decided, and the outcome of this peer's work."""
+        stats, rounds = trainer.statistics(), trainer.course.rounds(trainer.spec.run.rounds)
         used = stats.utilisation if stats.spent.total_s else None  # none before a second window
         self._on_event(
             PeerEvent(

@@ -34,8 +34,17 @@ from torch import Tensor
 from atoll.coordinator.run.spec import RunSpec
 from atoll.optim.log.electorate import after
 from atoll.optim.log.entry import Entry
+from atoll.optim.log.orders import read_settings
 from atoll.optim.methods import Method
-from atoll.optim.reducer import Commit, Contribution, Reducer, Residual, Settle
+from atoll.optim.reducer import (
+    AS_PLANNED,
+    Commit,
+    Contribution,
+    Course,
+    Reducer,
+    Residual,
+    Settle,
+)
 from atoll.optim.reduction.contribution import DRIFT_CAP, Offer, drift_ratio, work_weight
 from atoll.optim.schedules import Timetable
 from atoll.optim.state import vectors
@@ -60,11 +69,21 @@ FAR_BEHIND = 4  # windows of each fragment; older work is dropped (docs/protocol
 class TrainerProgress:
     """The trainer's position, its windows and their tokens."""
 
-    def __init__(self, spec: RunSpec, method: Method, num_fragments: int) -> None:
-        """Begin before the trainer has started."""
+    def __init__(
+        self,
+        spec: RunSpec,
+        method: Method,
+        num_fragments: int,
+        *,
+        ahead: Callable[[], Course] = lambda: AS_PLANNED,
+    ) -> None:
+        """Begin before the trainer has started; `ahead` returns the course at the log's head."""
         self.spec = spec
+        self.ahead = ahead
         self.position = 0
         """Position of the log, or round by gossip, that the trainer has taken."""
+        self.course = AS_PLANNED
+        """How peers train at that position."""
         self.number = 0
         """Number of the last contribution."""
         self.encode_s = 0.0
@@ -105,7 +124,7 @@ class TrainerProgress:
 
     def is_over(self, position: int) -> bool:
         """Return whether a position is the end of the run, or beyond it."""
-        return 0 < self.spec.run.rounds <= position
+        return 0 < self.ahead().rounds(self.spec.run.rounds) <= position
 
     # in the trainer's thread
 
@@ -190,7 +209,7 @@ class TrainerProgress:
         until_wait_s = (self._waits_since_s or time.monotonic()) - self._began_s
         return TrainerView(
             ready_in_s=max(0.0, self.window_s - (trained_s - self._ended_s)),
-            inner_steps=self.timetable.window(self.position),
+            inner_steps=self.course.window(self.timetable.window(self.position)),
             tokens=tokens,
             tokens_per_s=tokens / max(until_wait_s, 1e-9),
             loss=self._loss,
@@ -238,6 +257,11 @@ class RunReducer(Reducer):
     def position(self) -> int:
         """Entries of the log that the trainer has taken; by gossip, the round that it is in."""
         return self.progress.position
+
+    @property
+    def course(self) -> Course:
+        """How peers train at this position."""
+        return self.progress.course
 
     @property
     def fragments(self) -> Sequence[Fragment]:
@@ -298,6 +322,8 @@ class Reset:
 
     state: OuterState
     why: str
+    course: Course = AS_PLANNED
+    """How peers train from there on."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -418,8 +444,8 @@ class NetworkReducer(RunReducer):
         """
         expect_layout(self._replica.layout, layout)
         self._settle = settle
-        state = self._thread.ask(self._subscribe)
-        self._arrive(state)
+        state, course = self._thread.ask(self._subscribe)
+        self._arrive(state, course)
         self.progress.start()
         return state.params_N
 
@@ -539,7 +565,8 @@ class NetworkReducer(RunReducer):
                 return  # the fragment whose turn it is has nothing on offer here
             if offered.encoding.done():
                 offered.encoding.result()
-            if self._company is not None and self._company.is_alone:
+            is_alone = self._company is not None and self._company.is_alone
+            if is_alone or self.progress.ahead().is_paused:
                 offered = replace(offered, deadline_s=time.monotonic() + self._patience_s)
                 self._offers[self._replay.fragment_at(self.position)] = offered
             left_s = offered.deadline_s - time.monotonic()
@@ -563,16 +590,15 @@ class NetworkReducer(RunReducer):
         # A contribution that was included since the save is still in the saved drift, and would
         # count twice.
         if not 0 <= now - saved <= self._far_behind or self._included_since(saved):
-            self._reset(
-                self._thread.ask(lambda: self._replica.state),
-                f"saved at position {saved}, the run is at {now}: starting from the run's state",
-            )
+            why = f"saved at position {saved}, the run is at {now}: starting from the run's state"
+            here, course = self._thread.ask(self._here)
+            self._reset(Reset(state=here, why=why, course=course))
             return
         self._joining.clear()
         self.await_residuals()
         for residual, saved_state in zip(self._residuals, state["feedback"], strict=True):
             residual.load_state_dict(saved_state)
-        current = self._thread.ask(lambda: self._replica.state)
+        current, self.progress.course = self._thread.ask(self._here)
         self.progress.position = current.position
         # Each fragment moves by what the others decided since the save.
         for fragment in range(len(self._residuals)):
@@ -583,6 +609,7 @@ class NetworkReducer(RunReducer):
                     params_N=current.params_N,
                     included=None,
                     members=0,
+                    course=self.progress.course,
                 )
             )
 
@@ -593,16 +620,19 @@ class NetworkReducer(RunReducer):
         """Positions behind the log beyond which open work is dropped."""
         return FAR_BEHIND * len(self._residuals)
 
-    def _arrive(self, state: OuterState) -> None:
+    def _arrive(self, state: OuterState, course: Course) -> None:
         """Stand at a state that this peer did not reach by the log, with nothing on offer."""
-        self.progress.position = state.position
+        self.progress.position, self.progress.course = state.position, course
         self._offers.clear()
         self._in_step = False
         self._joining = set(range(len(self._residuals))) if state.position else set()
 
-    def _subscribe(self) -> OuterState:
+    def _subscribe(self) -> tuple[OuterState, Course]:
         self._decisions.take_all()
-        return self._replica.state
+        return self._here()
+
+    def _here(self) -> tuple[OuterState, Course]:
+        return self._replica.state, self._replica.settings.course
 
     def _included_since(self, position: int) -> bool:
         count = self.position - position
@@ -616,15 +646,13 @@ class NetworkReducer(RunReducer):
         behind = self._decisions.take_all()
         # A trainer that was suspended for so long takes the newest state at once.
         if len(behind) > self._far_behind:
-            last = behind[-1]
-            state = last.state if isinstance(last, Reset) else last.applied.state
-            behind = [Reset(state=state, why=f"{len(behind)} positions behind")]
+            behind = [_leap_to(behind[-1], why=f"{len(behind)} positions behind")]
         for decided in behind:
             self._take(decided)
 
     def _take(self, decided: Settled | Reset) -> None:
         if isinstance(decided, Reset):
-            self._reset(decided.state, decided.why)
+            self._reset(decided)
             return
         entry, state = decided.applied.entry, decided.applied.state
         included, offered = None, self._offers.get(entry.fragment)
@@ -636,6 +664,7 @@ class NetworkReducer(RunReducer):
             del self._offers[entry.fragment]
         self._settle_later(decided, offered, included)
         self.progress.position = state.position
+        self.progress.course = read_settings(entry.settings).course
         self._deliver(
             Commit(
                 fragment=entry.fragment,
@@ -644,10 +673,11 @@ class NetworkReducer(RunReducer):
                 included=included,
                 settles=settles,
                 members=len(entry.members),
+                course=self.progress.course,
             )
         )
         if offered is not None and settles and (included is None or not included.any()):
-            self._drop_what_grew(entry, offered.offer.norm, state)
+            self._drop_what_grew(decided, offered.offer.norm)
 
     def _settle_later(
         self, decided: Settled, offered: Offered | None, included: Tensor | None
@@ -681,22 +711,24 @@ class NetworkReducer(RunReducer):
         while self._settling:
             self._settling.popleft().result()
 
-    def _drop_what_grew(self, entry: Entry, norm: float, state: OuterState) -> None:
+    def _drop_what_grew(self, decided: Settled, norm: float) -> None:
         """Drop work that was left out so often that it would outweigh the others' work."""
+        entry = decided.applied.entry
         if self.method.every_step:
             return  # sends gradients: nothing was kept for the next one
         others = [m.norm for m in entry.members if m.weight > 0]
         ratio = drift_ratio(norm, others, after(entry).norm(entry.fragment))
         if ratio > DRIFT_CAP:
             why = f"it was left out of rounds and reached {ratio:.1f} times the median norm"
-            self._reset(state, f"{why}, more than {DRIFT_CAP:g} times")
+            self._reset(_leap_to(decided, why=f"{why}, more than {DRIFT_CAP:g} times"))
 
-    def _reset(self, state: OuterState, why: str) -> None:
-        self._ctx.on_event("warning", f"dropped this peer's open work: {why}")
+    def _reset(self, leap: Reset) -> None:
+        state = leap.state
+        self._ctx.on_event("warning", f"dropped this peer's open work: {leap.why}")
         self.await_residuals()  # the encoder may still be at work on them
         for residual in self._residuals:
             residual.reset()
-        self._arrive(state)
+        self._arrive(state, leap.course)
         self._deliver(
             Commit(
                 position=state.position,
@@ -704,5 +736,14 @@ class NetworkReducer(RunReducer):
                 included=None,
                 members=0,
                 reset=True,
+                course=leap.course,
             )
         )
+
+
+def _leap_to(decided: Settled | Reset, *, why: str) -> Reset:
+    """Return what puts the trainer at the state that was decided, without its open work."""
+    if isinstance(decided, Reset):
+        return replace(decided, why=why)
+    course = read_settings(decided.applied.entry.settings).course
+    return Reset(state=decided.applied.state, why=why, course=course)

@@ -445,8 +445,8 @@ class Reporter:
             return "ready" if self._progress.started or self._env.is_keeper else "joining"
         if not self._standing.electorate:
             return "recovering"
-        if self._env.company.is_alone:
-            return "ready"  # it waits for another trainer
+        if self._env.company.is_alone or self._progress.ahead().is_paused:
+            return "ready"  # it waits for another trainer, or for the organiser
         return "training" if self._rounds().phase in AT_REST else "syncing"
 
     async def _state_digest(self) -> tuple[int, bytes]:
@@ -459,7 +459,7 @@ class Reporter:
         if not standing.ready:
             return self._digest
         state = standing.state
-        is_last = state.position == self._env.spec.run.rounds
+        is_last = state.position == self._progress.ahead().rounds(self._env.spec.run.rounds)
         if state.position % standing.snapshot_every and not is_last:
             return self._digest
         if self._digest[0] != state.position or not self._digest[1]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from atoll.coordinator.run.status import TimeUse
+from atoll.optim.reducer import AS_PLANNED, Course
 from atoll.peer.daemon.options import StageMove
 
 
@@ -29,6 +30,8 @@ class PeerView:
 
     position: int = 0
     """Entries applied; by gossip, the round."""
+    course: Course = AS_PLANNED
+    """How peers train from there on."""
     is_complete: bool = False
     """True if all rounds of all stages of a pipeline are committed."""
     moves: StageMove | None = None

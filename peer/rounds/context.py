@@ -25,6 +25,7 @@ from atoll.optim.log.entry import (
     leader_order,
 )
 from atoll.optim.log.evidence import Evidence, EvidenceBook
+from atoll.optim.log.orders import OrderBook
 from atoll.optim.log.replica import Compute, LiveReplica, Replay
 from atoll.optim.reduction.cells import Bytes
 from atoll.optim.reduction.robust import Rule
@@ -373,12 +374,29 @@ class Context(PeerContext):
     usurpers: Usurpers = field(default_factory=Usurpers)
     """how often leaders ended this peer's own terms early"""
 
+    orders: OrderBook = field(default_factory=OrderBook)
+    """of the organiser's, that the log here may not hold yet"""
+
     evidence: EvidenceBook = field(default_factory=EvidenceBook)
     """against peers that signed two entries at one place"""
     on_evidence: Callable[[bytes], None] = lambda record: None
     """takes each new record of evidence, for the coordinator; the old ones after a restart"""
     spread: Callable[[Evidence], None] = lambda evidence: None
     """passes new evidence on to other peers"""
+
+    def take_order(self, signed: bytes) -> bool:
+        """Keep an order that the log here does not hold; return whether it is news.
+
+        Raises:
+            LogError: it is none of this run's.
+        """
+        order = self.replica.open_order(signed)
+        is_news = order.number > self.replica.settings.number
+        return is_news and self.orders.add(signed, order)
+
+    def next_order(self) -> bytes | None:
+        """Return the order that the next entry may bring, if it is known here."""
+        return self.orders.next(self.replica.settings.number)
 
     def restore_evidence(self) -> None:
         """Bar those against whom an earlier process of this peer held evidence."""

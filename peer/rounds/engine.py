@@ -18,7 +18,7 @@ from atoll.coordinator.run.outcome import Outcome
 from atoll.coordinator.run.phases import OnPhase, RoundPhase
 from atoll.dht.refusals import RefusalCode
 from atoll.dht.roster import RecordError
-from atoll.dht.tasks import Tasks, end, race
+from atoll.dht.tasks import Tasks, beside, end, race
 from atoll.dht.transport import Refused, Stream, TransportError
 from atoll.optim.log.entry import (
     Certificate,
@@ -43,6 +43,7 @@ from atoll.peer.rounds.conduct import guarded_call, guarded_stream
 from atoll.peer.rounds.consensus.dissemination import Dissemination, take_passed, take_seals
 from atoll.peer.rounds.consensus.leader import Leading, OnLed
 from atoll.peer.rounds.consensus.member import CONNECT_STALLS, Flight, OfferedWindow, Pending
+from atoll.peer.rounds.consensus.ordering import Ordering
 from atoll.peer.rounds.consensus.round import Ballots, Place, term_of
 from atoll.peer.rounds.consensus.voter import Voter
 from atoll.peer.rounds.context import Context, RoundTrace
@@ -137,6 +138,7 @@ class Rounds:
             on_led=on_led,
             ballots=ballots,
         )
+        self.ordering = Ordering(ctx, self.voter, self.leading)
         self.archive = Archive(ctx)
         self.eager = EagerCodes(ctx)
         self._ahead = positions_ahead(len(ctx.replay.fragments))
@@ -169,6 +171,7 @@ class Rounds:
             transport.serve(method, self._serve_vote(method))
         transport.serve("voted", guarded_call(self._serve_voted, fault, door))
         transport.serve("evidence", guarded_call(self._serve_evidence, fault, door))
+        transport.serve("order", guarded_call(self.ordering.serve, fault, door))
         transport.serve("commit", guarded_call(self._serve_commit, fault, door))
         transport.serve("group", guarded_call(self._serve_group, fault, door))
         transport.serve("seals", guarded_call(self._serve_seals, fault, door))
@@ -189,17 +192,21 @@ class Rounds:
     async def run(self) -> None:
         """Take part in position after position, in some of them before their turn."""
         try:
-            while True:
-                self._changed.clear()
-                await self._steer()
-                await self._await_change()
+            async with beside(self.ordering.run()):
+                while True:
+                    self._changed.clear()
+                    await self._steer()
+                    await self._await_change()
         finally:
             await self._end(list(self._flights))
 
     async def _steer(self) -> None:
         """End the flights that are over, begin those that can."""
-        here = self._ctx.replica.position
-        due = {p: self._pending_at(p) for p in range(here, here + self._ahead + 1)}
+        replica = self._ctx.replica
+        last = (
+            replica.position - 1 if replica.settings.is_paused else replica.position + self._ahead
+        )
+        due = {p: self._pending_at(p) for p in range(replica.position, last + 1)}
         under_way = list(self._flights.items())
         await self._end([p for p, (f, t) in under_way if t.done() or not self._holds(f, due)])
         for position, pending in due.items():
@@ -323,6 +330,8 @@ class Rounds:
     def _settle(self, applied: Applied) -> None:
         entry = applied.entry
         self._ctx.note_parts(entry)
+        if entry.kind == "control":
+            return self._settle_order(applied)
         pending = self._pending.pop(entry.fragment, None)
         self._note_leader(entry, term_of(applied.attempt), pending)
         self._ctx.promises.kept(member.peer_id for member in entry.members)
@@ -344,9 +353,20 @@ class Rounds:
         self._phase(RoundPhase.TRAIN)
         self._on_settled(settled)
 
+    def _settle_order(self, applied: Applied) -> None:
+        """Take an order: what is on offer is offered again, as nothing was decided of it."""
+        entry = applied.entry
+        pending = self._pending.get(entry.fragment)
+        self._note_leader(entry, term_of(applied.attempt), pending)
+        if pending is not None:
+            self._pending[entry.fragment] = Pending(window=pending.window, since=pending.since)
+        self._stats.rounds += 1
+        self._changed.set()
+        self._on_settled(Settled(applied=applied, included=None, settles=None))
+
     def _note_leader(self, entry: Entry, term: int, pending: Pending | None) -> None:
         self._ctx.note_term(entry, term, None if pending is None else pending.since)
-        if pending is None or entry.kind == "null":
+        if pending is None or entry.kind != "update":
             return
         if any(member.peer_id == self._ctx.me.peer_id for member in entry.members):
             self._ctx.note_included(entry, term)

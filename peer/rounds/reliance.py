@@ -11,9 +11,8 @@ need not agree on what they remember.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
-from typing import Literal
 
-from atoll.optim.log.entry import Elector, leader_order
+from atoll.optim.log.entry import Elector, EntryKind, leader_order
 
 MAX_PEERS = 4096  # as many as a group may have; those noted first are forgotten first
 # An entry with the peer makes up for half a promise that it broke: one that reports to every second
@@ -172,7 +171,7 @@ class FailedLeaders:
 
     def note(
         self,
-        kind: Literal["update", "null"],
+        kind: EntryKind,
         position: int,
         electorate: Sequence[Elector],
         term: int,
@@ -201,7 +200,7 @@ class FailedLeaders:
                 self._failed_at[order[each]] = position
         if not order:
             return
-        if kind == "update":
+        if kind != "null":
             self._failed_at.pop(order[term % len(order)], None)
         elif term == first_term:
             self._failed_at[order[term % len(order)]] = position

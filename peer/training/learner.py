@@ -102,6 +102,8 @@ class Learner:
             quantized=inner.state == "8bit",
         )
         self._inner, self._total_steps = inner, total_steps
+        self.scale = 1.0
+        """Factor of the schedule's learning rate."""
         self._scaler = device.scaler()
         self._forward: nn.Module = self.model
         if inner.compile:
@@ -124,7 +126,7 @@ class Learner:
             DeviceError: the device does not hold a single sequence.
             StartSmaller: this rank is out of memory while others wait for its part of the model.
         """
-        rate = self._inner.rate.at(step, self._total_steps)
+        rate = self.scale * self._inner.rate.at(step, self._total_steps)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         tried = self.fit

@@ -138,6 +138,8 @@ class StageLearner:
         """whether a step came due while the trainer waited for a round"""
         self._failures = 0
         """microbatches in a row that failed here"""
+        self.scale = 1.0
+        """Factor of the schedule's learning rate."""
         self.beside_s = 0.0
         """Seconds of computing while the trainer waited for a round."""
 
@@ -152,7 +154,7 @@ class StageLearner:
         Raises:
             StoppedInStep: the trainer is stopped.
         """
-        rate = self._inner.rate.at(step, self._total_steps)
+        rate = self.scale * self._inner.rate.at(step, self._total_steps)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         self._open()

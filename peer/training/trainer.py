@@ -40,7 +40,7 @@ from atoll.optim import schedules
 from atoll.optim.methods.base import Method
 from atoll.optim.methods.worker import Worker, WorkerStatistics
 from atoll.optim.ranks import RanksError
-from atoll.optim.reducer import Commit, Contribution, Reducer, Settle
+from atoll.optim.reducer import AS_PLANNED, Commit, Contribution, Course, Reducer, Settle
 from atoll.optim.state.layout import Fragment, Layout, LayoutError
 from atoll.optim.state.places import Places
 from atoll.peer.errors import SavedStateError
@@ -326,7 +326,12 @@ class Trainer:
     @property
     def finished(self) -> bool:
         """Return whether the run has reached its last round."""
-        return 0 < self.spec.run.rounds <= self._progress.position
+        return 0 < self.course.rounds(self.spec.run.rounds) <= self._progress.position
+
+    @property
+    def course(self) -> Course:
+        """How peers train at this trainer's position."""
+        return self._reducer.course
 
     # --- the trainer's own thread
 
@@ -370,6 +375,7 @@ class Trainer:
             busy_s = self.options.clock() - self.worker.statistics().wait_s
             self._pace.measure(busy_s, self._steps_here)
         self._size_window()
+        self.learner.scale = self.course.inner_scale
         # Dropout of this step follows from its name, so a restart repeats it.
         name = f"{self.spec.run.seed}/{self._name}/{self._progress.steps}"
         seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big")
@@ -481,12 +487,13 @@ class Trainer:
     @property
     def schedule_step(self) -> int:
         """Index of the next step on the run's schedule, from 0."""
-        own = self.worker.inner_steps
+        own, at = self.worker.inner_steps, self._progress.position
         # A peer that waits for a commit must not run through the run's schedule alone.
         ahead = min(self._progress.since_commit, 2 * own)
-        if self.spec.outer.windows == "deadline":
-            ahead = ahead * self.spec.outer.inner_steps // own
-        return self.timetable.steps_until(self._progress.position) + ahead
+        if self.spec.outer.windows == "deadline" or self.course.inner_steps is not None:
+            # The rate follows the run's rounds, whatever steps they have now.
+            ahead = ahead * self.timetable.window(at) // own
+        return self.timetable.steps_until(at) + ahead
 
     def evaluate(
         self,
@@ -652,9 +659,10 @@ class Trainer:
 
     def _size_window(self) -> None:
         """Set the number of steps of this window by the run's rule."""
-        common = self.timetable.window(self.worker.next_position)
+        common = self.course.window(self.timetable.window(self.worker.next_position))
         if self.spec.outer.windows != "deadline":
-            self.worker.resize(common, delay=self._method.hidden_steps(common))
+            delay = min(self._method.hidden_steps(common), common)
+            self.worker.resize(common, delay=delay)
             return
         starts = self.worker.step_in_window == 0
         if starts:
@@ -861,6 +869,14 @@ class WatchedReducer:
         self._fragments: set[int] = set()
         self._inner, self._on_commit = inner, on_commit
         self._settle: Settle | None = None
+        self._course: Course | None = None
+        """of the last commit"""
+
+    @property
+    def course(self) -> Course:
+        """How peers train at the position of the last commit."""
+        first: Course = getattr(self._inner, "course", AS_PLANNED)
+        return self._course or first
 
     @property
     def position(self) -> int:
@@ -926,7 +942,14 @@ class WatchedReducer:
     def go_back(self, position: int, params_N: Tensor) -> None:
         """Make the method drop its window and continue from `params_N`, as a reset commit does."""
         self._deliver(
-            Commit(position=position, params_N=params_N, included=None, members=0, reset=True)
+            Commit(
+                position=position,
+                params_N=params_N,
+                included=None,
+                members=0,
+                reset=True,
+                course=self.course,
+            )
         )
 
     def _deliver(self, commit: Commit) -> None:
@@ -935,6 +958,7 @@ class WatchedReducer:
 
     def _take(self, commit: Commit) -> None:
         assert self._settle is not None, "a reducer settles only after start"
+        self._course = commit.course
         self._on_commit(commit)
         self._settle(commit)
         if commit.reset:

@@ -9,6 +9,7 @@ import torch
 
 from atoll.coordinator.run.spec import RunSpec
 from atoll.optim.log.entry import Elector, Entry, Member, Part, sha256
+from atoll.optim.log.orders import RunSettings
 from atoll.optim.log.replica import Applied, Replay
 from atoll.optim.log.store import LogStore
 from atoll.optim.reducer import Contribution
@@ -111,6 +112,7 @@ class Bench:
         self.folder, self.layout = folder, layout
         self.store = LogStore(folder, run_id=bytes(32), genesis_chain=bytes(32))
         self.replica = types.SimpleNamespace(
+            settings=RunSettings(),
             layout=layout,
             replay=Replay(spec.method(), layout),
             state=state(position),
@@ -130,7 +132,12 @@ class Bench:
                 on_event=lambda level, text, key=None: self.said.append(text),
             ),
             types.SimpleNamespace(offer=self.take),
-            TrainerProgress(spec, replay.method, len(replay.fragments)),
+            TrainerProgress(
+                spec,
+                replay.method,
+                len(replay.fragments),
+                ahead=lambda: self.replica.settings.course,
+            ),
             self.decisions,
             patience_s=patience_s,
             company=company,

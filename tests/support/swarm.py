@@ -32,6 +32,7 @@ from atoll.optim.log.entry import (
     genesis_chain,
     sha256,
 )
+from atoll.optim.log.orders import Change, Order, sign_order
 from atoll.optim.log.replica import LiveReplica, Module, Recovered, RecoveryError, Replay, Replica
 from atoll.optim.log.store import LogStore
 from atoll.optim.reduction.contribution import Offer, work_weight
@@ -503,3 +504,10 @@ async def bury() -> None:
         for task in left:
             task.cancel()
         await asyncio.sleep(0)
+
+
+def order_of(number: int, change: Change, **changes: Any) -> bytes:
+    """An order of the organiser's."""
+    return sign_order(
+        Order(**{"run_id": RUN_ID, "number": number, "change": change} | changes), ORGANISER.sign
+    )

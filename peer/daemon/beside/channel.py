@@ -32,7 +32,7 @@ from torch import Tensor
 from atoll.compression.sparse import Sparse
 from atoll.coordinator.run.outcome import Outcome
 from atoll.optim.ranks.residuals import Settlement
-from atoll.optim.reducer import Commit
+from atoll.optim.reducer import Commit, Course
 from atoll.optim.reduction.contribution import Offer
 from atoll.optim.schedules import WindowEnd
 from atoll.optim.state import vectors
@@ -51,7 +51,7 @@ HEADER = struct.Struct("=IB")
 RECORDS: dict[str, type[Any]] = {
     record.__name__: record
     for record in (
-        *(Account, Commit, Outcome, PeerView, RunFacts, Settlement, Sparse, StageMove),
+        *(Account, Commit, Course, Outcome, PeerView, RunFacts, Settlement, Sparse, StageMove),
         *(StageNeeds, TrainerView, WindowEnd),
         *(Microbatch, MicrobatchEnded, PassKey, Payload, RunJob, SettleHeld, TakeStep),
     )

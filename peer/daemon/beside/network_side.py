@@ -246,6 +246,7 @@ class NetworkSide:
             failure = error
         return PeerView(
             position=peer.position,
+            course=peer.run.progress.ahead(),
             is_complete=isinstance(peer.run, PipelineRun) and peer.run.is_complete,
             moves=self._moves,
             failure=failure,
@@ -266,6 +267,7 @@ class NetworkSide:
             "settled": [self._ledger.popleft() for _ in range(len(self._ledger))],
             "commits": self._commits.copy(),
             "position": progress.position,
+            "course": progress.course,
             "encode_s": progress.encode_s,
         }
         self._commits.clear()

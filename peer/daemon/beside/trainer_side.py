@@ -39,7 +39,15 @@ from atoll.coordinator.run.levels import Level
 from atoll.coordinator.run.phases import OnPhase, RoundPhase
 from atoll.coordinator.run.spec import RunSpec
 from atoll.optim.ranks.residuals import Settlement
-from atoll.optim.reducer import Commit, Contribution, Reducer, Residual, Settle
+from atoll.optim.reducer import (
+    AS_PLANNED,
+    Commit,
+    Contribution,
+    Course,
+    Reducer,
+    Residual,
+    Settle,
+)
 from atoll.optim.schedules import Timetable, WindowEnd
 from atoll.optim.state.layout import Difference, Fragment, Layout
 from atoll.peer.daemon.beside.channel import Channel, ChannelClosed
@@ -378,6 +386,7 @@ class News:
     """The settlements of residuals that ranks keep."""
     commits: Sequence[Commit]
     position: int
+    course: Course
     encode_s: float
 
 
@@ -409,6 +418,8 @@ class SeatReducer(Reducer):
         """Seconds that encoding the last contribution took."""
         self._num_fragments = facts.num_fragments
         self._position = facts.position
+        self.course = AS_PLANNED
+        """How peers train at this position."""
         self._fragments: Sequence[Fragment] = ()
         self._settle: Settle | None = None
         self._residuals: Sequence[Residual] = ()
@@ -432,7 +443,7 @@ class SeatReducer(Reducer):
     @property
     def finished(self) -> bool:
         """Return whether the run is complete: what is trained from here on reaches nobody."""
-        return 0 < self.spec.run.rounds <= self.position
+        return 0 < self.course.rounds(self.spec.run.rounds) <= self.position
 
     def encode_on(self, device: torch.device) -> None:
         """Encode contributions on a device from now on, if this run encodes any."""
@@ -589,6 +600,7 @@ class SeatReducer(Reducer):
             assert self._settle is not None, "a reducer settles only after start"
             self._settle(commit)
         self._position, self.encode_s = news.position, news.encode_s
+        self.course = news.course
         if answer.failure is not None:
             raise answer.failure
         return answer.result

@@ -36,6 +36,7 @@ from atoll.optim.log.entry import (
     CertificateInvalid,
     Elector,
     Entry,
+    EntryKind,
     LogError,
     MalformedRecord,
     Member,
@@ -66,7 +67,6 @@ from atoll.peer.rounds.consensus.round import (
     Fail,
     Fetch,
     FetchEnded,
-    Kind,
     LeaderAbsent,
     LeaderView,
     Leads,
@@ -634,8 +634,20 @@ class Leadership:
             last_s=replica.stood_s,
         )
 
+    def call(self) -> None:
+        """Begin for an order, whoever reports."""
+        self._take(LeaderAbsent())
+
+    def _control(self) -> Entry | None:
+        """Return the entry that brings the next order, if one waits."""
+        replica, order = self.ctx.replica, self.ctx.next_order()
+        if order is None or (replica.epoch, replica.position) != self.place:
+            return None
+        return self._entry("control", (), (), (), order=order)
+
     def _view(self) -> LeaderView:
         view, parts = self._log_view(), self.round.parts
+        view = replace(view, control=self._control(), is_paused=self.ctx.replica.settings.is_paused)
         if parts is None:
             return view
         exchange, done = self.exchange, parts.done.items()
@@ -660,12 +672,17 @@ class Leadership:
 
     def _entry(
         self,
-        kind: Kind,
+        kind: EntryKind,
         members: Sequence[Member],
         parts: Sequence[Part],
         dropped: Collection[str],
+        *,
+        order: bytes = b"",
     ) -> Entry:
         replica, position = self.ctx.replica, self.place.position
+        settings = replica.settings
+        if order:
+            settings = settings.after(replica.open_order(order), position)
         lr, momentum = self.ctx.scalars(position)
         root = replica.root_due(position)
         group = self.round.group
@@ -694,6 +711,8 @@ class Leadership:
             newcomers=voters.newcomers,
             norms=voters.norms,
             state_root=StateRoot(position=root[0], root=root[1]) if root else None,
+            order=order,
+            settings=settings.stored,
         )
 
     # events for the machine
@@ -1039,7 +1058,7 @@ class Leading:
         self._voter.expect_near(ready.term)
         if ready.position == replica.position and ready.term < self._voter.term:
             raise Refused(RefusalCode.SUPERSEDED, f"term {self._voter.term} is under way")
-        await self._lead(remote, ready).serve(remote, ready, stream)
+        await self._lead(remote, place, ready.term).serve(remote, ready, stream)
 
     async def _check(self, remote: str, ready: Ready) -> None:
         barred = self._ctx.conduct.barred(remote, self._ctx.now())
@@ -1089,13 +1108,22 @@ class Leading:
                 f"from {ready.stands_at}; fetch the missing entries",
             )
 
-    def _lead(self, remote: str, ready: Ready) -> Leadership:
+    def bring_order(self, place: Place, term: int) -> None:
+        """Lead a term of ours for an order, whether or not anybody reports.
+
+        Raises:
+            Refused: it is not ours to lead.
+        """
+        self._leads.check(place, term, self._ctx.replica.electorate)
+        self._lead(self._ctx.me.peer_id, place, term).call()
+
+    def _lead(self, remote: str, place: Place, term: int) -> Leadership:
         """Return the leadership of a term of ours; it starts with the first call.
 
         Raises:
             Refused: the caller has begun too many.
         """
-        key = (ready.epoch, ready.position, ready.term)
+        key = (place.epoch, place.position, term)
         if key not in self._leaderships:
             begun = sum(one.begun_by == remote for one in self._leaderships.values())
             if remote != self._ctx.me.peer_id and begun >= MAX_BEGUN:
@@ -1106,8 +1134,8 @@ class Leading:
                 ctx=self._ctx,
                 voter=self._voter,
                 leads=self._leads,
-                place=Place(ready.epoch, ready.position),
-                term=ready.term,
+                place=place,
+                term=term,
                 check=self._check,
                 begun_by=remote,
             )

@@ -38,7 +38,7 @@ import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from atoll.coordinator.run.levels import Level
 from atoll.dht.refusals import RefusalCode
@@ -48,6 +48,7 @@ from atoll.optim.log.entry import (
     Certificate,
     Elector,
     Entry,
+    EntryKind,
     Member,
     Part,
     Partial,
@@ -693,6 +694,7 @@ OVER = frozenset({RoundState.DECIDED, RoundState.FAILED})
 # here, the leader among them, are then waited for there, while this term lacks its leader's vote.
 # With a quorum that reports here it goes on: one promise to a liar must not end it.
 WITHOUT_GROUP = frozenset({RoundState.CALLED, RoundState.FORMING})
+BEFORE_PROPOSAL = frozenset({RoundState.FORMING, RoundState.REDUCING, RoundState.REDUCED})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -714,6 +716,10 @@ class LeaderView:
     """parts whose named bytes are in hand"""
     coming: frozenset[int] = frozenset()
     """parts that the leader's own exchange may still bring"""
+    control: Entry | None = None
+    """the entry that brings an order, if one waits and this is the turn"""
+    is_paused: bool = False
+    """whether the run is, so that only an order can be decided"""
 
 
 # Events
@@ -767,7 +773,7 @@ class ElectorHeard:
 
 @dataclass(frozen=True, kw_only=True)
 class LeaderAbsent:
-    """The leader of the term before does not answer."""
+    """The leader of the term before does not answer, or its time is over and an order waits."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -934,8 +940,6 @@ Action = (
     | ReportArrived
 )
 
-Kind = Literal["update", "null"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Rules:
@@ -943,7 +947,7 @@ class Rules:
 
     form: Callable[[Mapping[str, Ready]], Group]
     """the group of these members, in their order"""
-    entry: Callable[[Kind, Sequence[Member], Sequence[Part], Collection[str]], Entry]
+    entry: Callable[[EntryKind, Sequence[Member], Sequence[Part], Collection[str]], Entry]
     """(kind, members, parts, electors that do not answer) -> the entry of the position"""
     cells: Cells
     """of the position's fragment"""
@@ -1153,6 +1157,8 @@ class Round:
         is_passed = view.promised_term > self.term and not self._has_quorum(view)
         if self.state in WITHOUT_GROUP and is_passed:
             return self._fail(f"term {view.promised_term} is under way")
+        if view.control is not None and self._may_order(view):
+            return self._propose_order(view.control, view)
         match self.state:
             case RoundState.CALLED:
                 return self._wait_for_call(view)
@@ -1209,6 +1215,8 @@ class Round:
             proposer.pass_over()
         if adopted is not None:
             return [StopPoll(), *self._propose(Entry.decode(adopted), is_own=False)]
+        if view.control is not None:
+            return [StopPoll(), *self._propose_order(view.control, view)]
         if self.group is None:
             self.state = RoundState.FORMING
             return [StopPoll()]
@@ -1330,8 +1338,19 @@ class Round:
         self._drops = False
         return self._try_again()
 
+    def _may_order(self, view: LeaderView) -> bool:
+        """Return whether the choice is still open; what is reduced will be offered again."""
+        is_open = self._proposer is None or self._proposer.chosen is None
+        return view.turn and self.state in BEFORE_PROPOSAL and is_open
+
+    def _propose_order(self, control: Entry, view: LeaderView) -> list[Action]:
+        self._fix(view)
+        return self._propose(control, is_own=False)
+
     def _propose_own(self, view: LeaderView) -> list[Action]:
         """Propose the group's update; NULL if it cannot be reduced."""
+        if view.is_paused:
+            return self._fail("the run is paused")
         self._fix(view)
         group, parts = self._closed()
         if not self._failure:

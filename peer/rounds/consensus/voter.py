@@ -49,6 +49,7 @@ from atoll.optim.log.locks import (
     check_lock,
     promise_payload,
 )
+from atoll.optim.log.orders import check_settings
 from atoll.optim.reduction.cells import Bytes, UpdateError
 from atoll.optim.state import vectors
 from atoll.optim.state.updates import Update, joined, numel_of
@@ -743,6 +744,7 @@ class Voter:
         if (entry.lr, entry.momentum) != self._ctx.scalars(entry.position):
             raise Refused(RefusalCode.BAD_SCALARS, f"expected {self._ctx.scalars(entry.position)}")
         self._ctx.replay.check(entry)  # lengths too: no leader makes a voter take memory
+        check_settings(entry, replica.standing.settings, replica.open_order)
         return dropped
 
     def _check_root(self, entry: Entry) -> None:

@@ -12,12 +12,16 @@ import torch
 from atoll.compression import CodecError
 from atoll.coordinator.run.spec import RunSpec
 from atoll.optim import DiLoCo
+from atoll.optim.log.orders import RunSettings
+from atoll.optim.log.replica import Applied
+from atoll.optim.reducer import Course
 from atoll.optim.reduction.contribution import Feedback, WorkRefused
 from atoll.optim.state import layout as cuts
 from atoll.optim.state.layout import CELL, Layout, LayoutError
 from atoll.optim.state.outer_state import OuterState
 from atoll.peer.daemon import reducer
 from atoll.peer.daemon.reducer import FAR_BEHIND, Reset
+from atoll.peer.rounds.engine import Settled
 from support.reducer_bench import (
     LAYOUT,
     ME,
@@ -329,6 +333,39 @@ def test_a_null_entry_says_nothing_of_norms(bench):
     each.start()
     left_out_with(each, 100.0)
     assert [commit.reset for commit in each.commits] == [False]
+
+
+def test_an_order_settles_nothing_and_brings_a_course(bench):
+    each = bench()
+    each.start()
+    offered = each.submit()
+    settings = RunSettings(number=1, inner_steps=7)
+    control = entry(0).model_copy(
+        update={"kind": "control", "order": b"x", "settings": settings.stored}
+    )
+    applied = Applied(entry=control, state=state(1), apply_s=0.0)
+    each.deliver(Settled(applied=applied, included=None, settles=None))
+    after = entry(1, ME).model_copy(update={"settings": settings.stored})
+    applied = Applied(entry=after, state=state(2), apply_s=0.0)
+    each.deliver(Settled(applied=applied, included=[True, True], settles=offered.number))
+    each.reducer.wait()
+    assert [commit.settles for commit in each.commits] == [False, True]
+    assert [commit.counts for commit in each.commits] == [False, True]
+    assert {commit.course for commit in each.commits} == {Course(inner_steps=7)}
+    assert each.reducer.course == Course(inner_steps=7)
+
+
+def test_a_trainer_waits_in_a_pause_however_long_it_takes(bench):
+    each = bench(patience_s=0.1)
+    each.start()
+    each.replica.settings = RunSettings(number=1, is_paused=True)
+    offered = each.submit()
+    resumed = decided(0, ME, settles=offered.number, included=[True, True])
+    later = threading.Timer(0.3, each.deliver, [resumed])
+    later.start()
+    each.reducer.wait()  # without the pause, no longer than its patience
+    assert [commit.counts for commit in each.commits] == [True]
+    later.join()
 
 
 def test_what_is_counted_is_not_dropped_however_long_it_is(bench):

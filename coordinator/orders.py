@@ -1,0 +1,183 @@
+"""The organiser's orders: which were given, and which a log still lacks.
+
+`atoll run` signs an order with the run's key; the coordinator checks it, keeps it, and gives it to
+peers with its answers to heartbeats until it is in their log. So an order outlives a restart of the
+coordinator, and whoever has the run's key may give one from any machine.
+
+    orders.json    ["...", ...] signed orders in hex, the newest `KEPT` of them, 0600
+
+Exceptions:
+
+    ValueError
+      OrdersError      the file is damaged
+    Exception
+      OrderRefused     the order is not this run's, or not its next one; the text is for people
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from atoll.coordinator.run.spec import RunSpec
+from atoll.optim.log.entry import LogError
+from atoll.optim.log.orders import (
+    MAX_PENDING,
+    Change,
+    Order,
+    RunSettings,
+    SetInnerSteps,
+    SetMinPeers,
+    SetOuterMomentum,
+    SetOuterRate,
+    SignedOrder,
+    StopRun,
+)
+
+ORDERS_FILE = "orders.json"
+KEPT = 256  # a log that goes back to an older epoch needs some again, 250 bytes each
+
+
+class OrdersError(ValueError):
+    """The file of orders is damaged."""
+
+
+class OrderRefused(Exception):
+    """The order cannot be taken."""
+
+
+def misfit(spec: RunSpec, change: Change) -> str:
+    """Return why a change does not fit a run, with the remedy; empty if it does."""
+    method = spec.method()
+    if not method.logged:
+        return f"the method {method.name} has no log that could decide orders"
+    match change:
+        case SetInnerSteps() if method.every_step:
+            return f"{method.name} communicates at every step, so its windows have 1 step"
+        case SetInnerSteps(value=steps) if method.hidden_steps(steps) > steps:
+            hidden = method.hidden_steps(steps)
+            return f"a round is hidden behind {hidden} steps; set inner_steps to {hidden} or more"
+        case SetOuterRate() if not hasattr(method, "lr"):
+            return f"{method.name} takes the inner learning rate; set inner_scale instead"
+        case SetOuterMomentum() if not hasattr(method, "momentum"):
+            return f"{method.name} has no outer momentum"
+        case SetMinPeers() if spec.topology.stages > 1:
+            return "the stages of a pipeline go on with one peer each, whatever min_peers is"
+        case StopRun(after_round=last) if last and 0 < spec.run.rounds <= last:
+            return f"the run ends after round {spec.run.rounds} in any case"
+    return ""
+
+
+class OrderDesk:
+    """Takes orders for the coordinator, and keeps them."""
+
+    def __init__(
+        self,
+        path: Path,
+        *,
+        run_id: bytes,
+        spec: RunSpec,
+        verify_run: Callable[[bytes, bytes], bool],
+    ) -> None:
+        """Read the file. Raises OrdersError."""
+        self._path = path
+        self._run_id = run_id
+        self._spec = spec
+        self._verify_run = verify_run
+        self._kept = _read(path)
+        self._orders: dict[int, tuple[Order, bytes]] = {}
+        for signed in self._kept:
+            try:
+                order = self._open(signed)
+            except (LogError, OrderRefused) as error:
+                raise OrdersError(
+                    f"{path}: damaged ({error}); delete it: orders in the log stay in force"
+                ) from None
+            self._orders[order.number] = order, signed
+
+    def _open(self, signed: bytes) -> Order:
+        order = SignedOrder.decode(signed).open(self._verify_run)
+        if order.run_id != self._run_id:
+            raise OrderRefused("the order is of another run; pass the invite of this one")
+        return order
+
+    def next_number(self, logs: Sequence[RunSettings]) -> int:
+        """Return the number of the next order, given the settings at the heads of all logs."""
+        return max([*self._orders, *(each.number for each in logs)], default=0) + 1
+
+    def settings(self, logs: Sequence[RunSettings], position: int) -> RunSettings:
+        """Return what will be in force once all orders that were given are decided."""
+        settings = max(logs, key=lambda each: each.number)
+        for order, _ in self._row(settings.number):
+            settings = settings.after(order, position)
+        return settings
+
+    def give(self, signed: bytes, logs: Sequence[RunSettings]) -> Order:
+        """Take an order and keep it.
+
+        Args:
+            signed: it, as the run's key signed it.
+            logs: the settings at the heads of the run's logs.
+
+        Raises:
+            OrderRefused: it is not the run's next order, does not fit the run, or too many wait.
+            OSError: it cannot be kept.
+        """
+        try:
+            order = self._open(signed)
+        except LogError as error:
+            raise OrderRefused(str(error)) from None
+        due = self.next_number(logs)
+        if order.number in self._orders and self._orders[order.number][1] == signed:
+            return order  # asked once more, as the answer was lost
+        if order.number != due:
+            raise OrderRefused(f"expected order {due}, got order {order.number}; give it again")
+        if reason := misfit(self._spec, order.change):
+            raise OrderRefused(reason)
+        if len(self.lacking(min(each.number for each in logs))) >= MAX_PENDING:
+            raise OrderRefused(
+                f"{MAX_PENDING} orders wait already; they are decided once peers are online"
+            )
+        kept = [*self._kept, signed][-KEPT:]
+        _write(self._path, kept)
+        self._kept = kept
+        self._orders[order.number] = order, signed
+        return order
+
+    def lacking(self, number: int) -> list[bytes]:
+        """Return the orders that a log lacks whose newest one has this number."""
+        return [signed for _, signed in self._row(number)]
+
+    def _row(self, number: int) -> list[tuple[Order, bytes]]:
+        row: list[tuple[Order, bytes]] = []
+        while (found := self._orders.get(number + len(row) + 1)) and len(row) < MAX_PENDING:
+            row.append(found)
+        return row
+
+
+def _read(path: Path) -> list[bytes]:
+    try:
+        return [bytes.fromhex(each) for each in json.loads(path.read_text(encoding="ascii"))]
+    except FileNotFoundError:
+        return []
+    except (ValueError, TypeError):
+        raise OrdersError(f"{path}: damaged; delete it: orders in the log stay in force") from None
+
+
+def _write(path: Path, orders: Sequence[bytes]) -> None:
+    partial = path.with_name(f".{path.name}.new")
+    descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    with os.fdopen(descriptor, "w", encoding="ascii") as file:
+        json.dump([each.hex() for each in orders], file)
+        file.flush()
+        os.fsync(file.fileno())
+    partial.replace(path)
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        with contextlib.suppress(OSError):  # not on every file system
+            os.fsync(folder)
+    finally:
+        os.close(folder)

@@ -1,0 +1,305 @@
+"""Orders: what the organiser changes of a run that goes on, decided in the log like an update.
+
+An order is one change under the run's key. The log brings orders in control entries, each in one,
+and the settings that follow from them hold from the next position on, for everybody.
+
+    order    = sign("atoll order 1" | order record)      by the run's key
+    number   = 1 for the first one of a run, then one more each time
+
+The number makes an order count once: a copy of an older one follows nothing. Settings are a pure
+function of the orders in a log. Each entry carries those after it, and an epoch record those at its
+base, as both carry the norms: so a replica that begins at a snapshot needs no older entry.
+
+    order       settings after it
+    pause       no update may follow until a resume
+    resume      updates may follow, and no end is set
+    stop        the run ends after a round, or with this entry
+    set         one of the numbers in `NUMBERS` is another one
+
+A run of several logs has one row of orders; each log takes all of them, at positions of its own.
+
+Exceptions:
+
+    LogError
+      OrderInvalid     not signed by the run's key, of another run, or not the one that comes next
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import lru_cache
+from typing import Annotated, Literal, Self
+
+from pydantic import Field, FiniteFloat
+
+from atoll.optim.log.entry import Count, Digest, Entry, LogError, Record, Signature, fp32
+from atoll.optim.reducer import Course
+
+MAX_PENDING = 16  # orders that wait to be decided; a position takes one
+MAX_INNER_STEPS = 1_000_000  # of a window: days at a second a step
+
+OpenOrder = Callable[[bytes], "Order"]
+"""Returns the order in a signed one. Raises LogError: it is none of this run's."""
+
+
+class OrderInvalid(LogError):
+    """An order that the run's key did not sign, or that does not come next."""
+
+
+InnerSteps = Annotated[int, Field(ge=1, le=MAX_INNER_STEPS)]
+OuterRate = Annotated[FiniteFloat, Field(gt=0, le=100)]
+Momentum = Annotated[FiniteFloat, Field(ge=0, lt=1)]
+Scale = Annotated[FiniteFloat, Field(gt=0, le=100)]
+MinPeers = Annotated[int, Field(ge=1, le=4096)]
+
+
+class PauseRun(Record):
+    """Decide no more updates."""
+
+    kind: Literal["pause"] = "pause"
+
+
+class ResumeRun(Record):
+    """Continue: neither paused nor about to stop."""
+
+    kind: Literal["resume"] = "resume"
+
+
+class StopRun(Record):
+    """End the run."""
+
+    kind: Literal["stop"] = "stop"
+    after_round: Count | None = None
+    """the last round; None: the one that this order takes"""
+
+
+class SetInnerSteps(Record):
+    """Let windows have so many inner steps."""
+
+    kind: Literal["inner_steps"] = "inner_steps"
+    value: InnerSteps
+
+
+class SetOuterRate(Record):
+    """Let the outer step have this learning rate."""
+
+    kind: Literal["outer_lr"] = "outer_lr"
+    value: OuterRate
+
+
+class SetOuterMomentum(Record):
+    """Let the outer step have this momentum."""
+
+    kind: Literal["outer_momentum"] = "outer_momentum"
+    value: Momentum
+
+
+class SetInnerScale(Record):
+    """Multiply the inner learning rate of the run's schedule by this."""
+
+    kind: Literal["inner_scale"] = "inner_scale"
+    value: Scale
+
+
+class SetMinPeers(Record):
+    """Let a trainer wait for others, or not, as if the run had begun with so many."""
+
+    kind: Literal["min_peers"] = "min_peers"
+    value: MinPeers
+
+
+SetNumber = SetInnerSteps | SetOuterRate | SetOuterMomentum | SetInnerScale | SetMinPeers
+Change = Annotated[PauseRun | ResumeRun | StopRun | SetNumber, Field(discriminator="kind")]
+
+NUMBERS: dict[str, type[SetNumber]] = {
+    kind.model_fields["kind"].default: kind
+    for kind in (SetInnerSteps, SetOuterRate, SetOuterMomentum, SetInnerScale, SetMinPeers)
+}
+"""The numbers that can be set, by name."""
+
+
+class Order(Record):
+    """One change of a run."""
+
+    run_id: Digest
+    """the run's, also where a log of several takes it"""
+    number: Annotated[Count, Field(ge=1)]
+    change: Change
+
+
+class SignedOrder(Record):
+    """An order under the signature of the run's key."""
+
+    order: bytes
+    signature: Signature
+
+    def open(self, verify_run: Callable[[bytes, bytes], bool]) -> Order:
+        """Return the order if `verify_run(data, signature)` with the run's public key holds.
+
+        Raises:
+            OrderInvalid: it does not.
+        """
+        if not verify_run(order_payload(self.order), self.signature):
+            raise OrderInvalid("order: expected a signature of the run's key, got another")
+        return Order.decode(self.order)
+
+
+def order_payload(order: bytes) -> bytes:
+    """Return what the run's key signs to give an order."""
+    return b"atoll order 1" + order
+
+
+def sign_order(order: Order, sign: Callable[[bytes], bytes]) -> bytes:
+    """Return an order under the signature of the run's key, as entries carry it."""
+    record = order.encode()
+    return SignedOrder(order=record, signature=sign(order_payload(record))).encode()
+
+
+class RunSettings(Record):
+    """What all orders up to a position have changed; None stands for the spec's."""
+
+    number: Count = 0
+    """of the newest order"""
+    is_paused: bool = False
+    last_round: Count | None = None
+    inner_steps: InnerSteps | None = None
+    outer_lr: FiniteFloat | None = None
+    outer_momentum: FiniteFloat | None = None
+    inner_scale: FiniteFloat | None = None
+    min_peers: MinPeers | None = None
+
+    @property
+    def stored(self) -> bytes:
+        """Return the record as entries carry it: empty before the first order."""
+        return self.encode() if self.number else b""
+
+    @property
+    def numbers(self) -> dict[str, float]:
+        """Return the numbers that orders have set, by name."""
+        found = {name: getattr(self, name) for name in (*NUMBERS, "last_round")}
+        return {name: float(value) for name, value in found.items() if value is not None}
+
+    @property
+    def course(self) -> Course:
+        """Return what a trainer needs to know."""
+        return Course(
+            inner_steps=self.inner_steps,
+            inner_scale=1.0 if self.inner_scale is None else self.inner_scale,
+            last_round=self.last_round,
+            is_paused=self.is_paused,
+        )
+
+    def after(self, order: Order, position: int) -> Self:
+        """Return the settings after the order that the entry at a position brings.
+
+        Raises:
+            OrderInvalid: it is not the one that comes next.
+        """
+        if order.number != self.number + 1:
+            raise OrderInvalid(f"expected order {self.number + 1}, got order {order.number}")
+        changed = {"number": order.number, **_changed(order.change, position)}
+        return self.model_copy(update=changed)
+
+    def scalars(self, lr: float, momentum: float) -> tuple[float, float]:
+        """Return learning rate and momentum of the outer step, given the spec's, as fp32 values."""
+        return (
+            fp32(lr if self.outer_lr is None else self.outer_lr),
+            fp32(momentum if self.outer_momentum is None else self.outer_momentum),
+        )
+
+
+def _changed(change: Change, position: int) -> Mapping[str, bool | int | float | None]:
+    match change:
+        case PauseRun():
+            return {"is_paused": True}
+        case ResumeRun():
+            return {"is_paused": False, "last_round": None}
+        case StopRun():
+            here = position + 1
+            last = here if change.after_round is None else max(here, change.after_round)
+            # A run that stops with this entry has nothing left to wait for.
+            return {"last_round": last} | ({"is_paused": False} if last == here else {})
+        case _:
+            return {change.kind: change.value}
+
+
+@lru_cache(maxsize=64)
+def read_settings(stored: bytes) -> RunSettings:
+    """Return the settings that an entry or an epoch record carries.
+
+    Raises:
+        MalformedRecord: the bytes are none.
+    """
+    return RunSettings.decode(stored) if stored else RunSettings()
+
+
+def settings_after(entry: Entry, before: bytes, open_order: OpenOrder) -> bytes:
+    """Return the settings that an entry has to carry.
+
+    Args:
+        entry: the one that comes next.
+        before: the settings before it, as they are stored.
+        open_order: of this run.
+
+    Raises:
+        LogError: its order is not the one that comes next, or the run is paused.
+    """
+    settings = read_settings(before)
+    if entry.kind == "control":
+        return settings.after(open_order(entry.order), entry.position).stored
+    if settings.is_paused:
+        raise OrderInvalid(f"entry {entry.position}: expected an order, as the run is paused")
+    return before
+
+
+def check_settings(entry: Entry, before: bytes | None, open_order: OpenOrder) -> None:
+    """Check that an entry carries the settings that follow from those before it.
+
+    If those are not known, chain and certificate alone prove it: others have checked it before.
+
+    Raises:
+        LogError: it does not, or its order is not the one that comes next.
+    """
+    if before is not None and entry.settings != settings_after(entry, before, open_order):
+        raise OrderInvalid(f"entry {entry.position}: expected the settings that follow")
+
+
+def described(order: Order) -> str:
+    """Return what an order does, for people."""
+    match order.change:
+        case PauseRun():
+            return f"order {order.number}: the run is paused"
+        case ResumeRun():
+            return f"order {order.number}: the run continues"
+        case StopRun(after_round=None):
+            return f"order {order.number}: the run ends here"
+        case StopRun(after_round=last):
+            return f"order {order.number}: the run ends after round {last}"
+        case change:
+            return f"order {order.number}: {change.kind} is {change.value:g} from here on"
+
+
+class OrderBook:
+    """Orders that a process knows and that may not be in its log yet; each checked when it came."""
+
+    def __init__(self) -> None:
+        self._orders: dict[int, bytes] = {}
+
+    def add(self, signed: bytes, order: Order) -> bool:
+        """Keep an order; return whether it is new. Of two of one number the newer one counts."""
+        if self._orders.get(order.number) == signed:
+            return False
+        self._orders[order.number] = signed
+        return True
+
+    def after(self, number: int) -> list[bytes]:
+        """Return the orders that follow one of this number, in a row; older ones are dropped."""
+        self._orders = {n: each for n, each in self._orders.items() if n > number}
+        row = []
+        while (number := number + 1) in self._orders:
+            row.append(self._orders[number])
+        return row[:MAX_PENDING]
+
+    def next(self, number: int) -> bytes | None:
+        """Return the order that follows one of this number, if it is known."""
+        return next(iter(self.after(number)), None)

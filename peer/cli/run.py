@@ -1,0 +1,207 @@
+"""`atoll run`: pause, resume, stop or change a run that goes on, by signed orders."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import difflib
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from atoll.peer.cli import Subparsers, new_parser, print_json
+from atoll.peer.cli.watching import add_invite, read_invite
+
+if TYPE_CHECKING:
+    from atoll.coordinator.rpc.orders import OrderClient
+    from atoll.coordinator.run.invite import Invite
+    from atoll.coordinator.run.keys import RunKeys
+    from atoll.optim.log.orders import Change, Order
+
+LOOK_EVERY_S = 0.5
+WAIT_S = 60.0  # an order is decided within a round, or in a paused run within seconds
+NAMES = ("inner_steps", "outer_lr", "outer_momentum", "inner_scale", "min_peers")
+
+
+class NoRunKey(ValueError):
+    """The run's key is not on this machine, or the file is another run's."""
+
+
+class WrongOrder(ValueError):
+    """The order is of a kind or a value that the run cannot take."""
+
+
+def add_parser(subparsers: Subparsers) -> None:
+    """Add the arguments of `atoll run`."""
+    parser = new_parser(
+        subparsers,
+        "run",
+        description="Change a run that goes on. An order is signed with the run's key and decided\n"
+        "in the log, so all peers switch at the same round; a peer that was away meets\n"
+        "it there. The key is that of the coordinator's state directory on this\n"
+        "machine, or of a copy of its keys.json.",
+        examples="atoll run pause INVITE\n"
+        "atoll run resume INVITE\n"
+        "atoll run stop INVITE --after-round 500\n"
+        "atoll run set INVITE inner_steps=200 outer_lr=0.5\n"
+        "atoll run set INVITE inner_scale=0.5 --key backup/keys.json --json",
+    )
+    actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
+    _add(actions, "pause", "Decide no more rounds; peers keep their work and wait.")
+    _add(actions, "resume", "Continue a paused run, or one that is to stop later.")
+    stop = _add(actions, "stop", "End the run for good; its peers leave.")
+    stop.add_argument(
+        "--after-round",
+        type=_round,
+        metavar="N",
+        help="Last round of the run (default: the next one).",
+    )
+    change = _add(actions, "set", f"Change numbers of the run: {', '.join(NAMES)}.")
+    change.add_argument(
+        "changes",
+        nargs="+",
+        metavar="NAME=VALUE",
+        help="inner_steps: steps of a window. outer_lr, outer_momentum: of the outer step. "
+        "inner_scale: factor of the planned inner learning rate. min_peers: at 1 a trainer "
+        "goes on alone.",
+    )
+
+
+def _add(actions: Subparsers, name: str, help_: str) -> argparse.ArgumentParser:
+    action: argparse.ArgumentParser = actions.add_parser(name, help=help_, description=help_)
+    add_invite(action)
+    action.add_argument(
+        "--key",
+        type=Path,
+        metavar="PATH",
+        help="keys.json of the run's coordinator, or the directory that holds it (default: found "
+        "in ~/.local/state/atoll/coordinators).",
+    )
+    action.add_argument(
+        "--wait",
+        type=float,
+        default=WAIT_S,
+        metavar="SECONDS",
+        help=f"Longest wait for the decision (default: {WAIT_S:.0f}).",
+    )
+    action.add_argument("--json", action="store_true", help="Line of JSON for each order.")
+    return action
+
+
+def _round(text: str) -> int:
+    if not text.isdecimal() or not 1 <= int(text) < 2**31:
+        raise argparse.ArgumentTypeError(f"expected the number of a round, got {text}")
+    return int(text)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Give the orders, and wait until they are decided."""
+    invite = read_invite(args.invite)
+    keys = find_keys(invite, args.key)
+    return asyncio.run(_give(invite, keys, changes_of(args), args.wait, as_json=args.json))
+
+
+def changes_of(args: argparse.Namespace) -> list[Change]:
+    """Return the changes that the arguments ask for. Raises WrongOrder."""
+    from atoll.optim.log.orders import PauseRun, ResumeRun, StopRun
+
+    if args.action == "set":
+        return [_number(each) for each in args.changes]
+    if args.action == "stop":
+        return [StopRun(after_round=args.after_round)]
+    return [PauseRun() if args.action == "pause" else ResumeRun()]
+
+
+def _number(text: str) -> Change:
+    from pydantic import ValidationError
+
+    from atoll.optim.log.orders import NUMBERS
+
+    name, given, value = text.partition("=")
+    if name not in NUMBERS:
+        close = difflib.get_close_matches(name, NUMBERS, n=1)
+        hint = f"; did you mean {close[0]}?" if close else f"; expected {', '.join(NUMBERS)}"
+        raise WrongOrder(f"unknown setting {name!r}{hint}")
+    try:
+        number = float(value)
+    except ValueError:
+        raise WrongOrder(f"expected {name}=NUMBER, got {name}{given}{value}") from None
+    is_whole = NUMBERS[name].model_fields["value"].annotation is int and number.is_integer()
+    try:
+        return NUMBERS[name].model_validate({"value": int(number) if is_whole else number})
+    except ValidationError as error:
+        reason = error.errors()[0]["msg"].replace("Input should be", "expected")
+        raise WrongOrder(f"{name}: {reason}, got {value}") from None
+
+
+def find_keys(invite: Invite, given: Path | None) -> RunKeys:
+    """Return the keys of the invite's run. Raises NoRunKey and KeysError."""
+    from atoll.coordinator.run.keys import KEYS_FILE, RunKeys
+    from atoll.peer.paths import coordinator_state_dir
+
+    if given is not None:
+        path = given / KEYS_FILE if given.is_dir() else given
+        if not path.exists():
+            raise NoRunKey(f"{path}: no such file; pass keys.json of the run's coordinator")
+        keys = RunKeys.load_or_create(path)
+        if keys.run_public_key != invite.run_key:
+            raise NoRunKey(f"{path}: expected the key of the invite's run, got that of another")
+        return keys
+    parent = coordinator_state_dir("any").parent
+    for path in sorted(parent.glob(f"*/{KEYS_FILE}")):
+        keys = RunKeys.load_or_create(path)
+        if keys.run_public_key == invite.run_key:
+            return keys
+    raise NoRunKey(
+        f"the key of this run is not in {parent}; run this on the coordinator's machine, or pass "
+        "--key with its keys.json"
+    )
+
+
+async def _give(
+    invite: Invite, keys: RunKeys, changes: Sequence[Change], wait_s: float, *, as_json: bool
+) -> int:
+    from atoll.coordinator.orders import misfit
+    from atoll.coordinator.rpc.orders import OrderClient
+    from atoll.optim.log.orders import Order, sign_order
+
+    client = OrderClient(invite)
+    try:
+        standing = await client.ask()
+        for change in changes:  # all of them, before the first is given
+            if reason := misfit(standing.spec, change):
+                raise WrongOrder(reason)
+        orders = []
+        for number, change in enumerate(changes, standing.next_number):
+            order = Order(run_id=invite.run_id, number=number, change=change)
+            await client.give(sign_order(order, keys.sign))
+            orders.append(order)
+        decided = await _await_decision(client, orders[-1], wait_s)
+    finally:
+        await client.close()
+    for order in orders:
+        _tell(order, is_decided=order.number <= decided, as_json=as_json)
+    return 0
+
+
+async def _await_decision(client: OrderClient, last: Order, wait_s: float) -> int:
+    """Wait until an order is in all logs of the run; return the newest that is."""
+    until = time.monotonic() + wait_s
+    while True:
+        decided = (await client.ask()).decided
+        if decided >= last.number or time.monotonic() >= until:
+            return decided
+        await asyncio.sleep(LOOK_EVERY_S)
+
+
+def _tell(order: Order, *, is_decided: bool, as_json: bool) -> None:
+    from atoll.optim.log.orders import described
+
+    if as_json:
+        change = order.change.model_dump()
+        print_json({"number": order.number, **change, "decided": is_decided})
+        return
+    waits = "" if is_decided else " (given; decided as soon as enough peers are online)"
+    print(f"{described(order)}{waits}", file=sys.stdout if is_decided else sys.stderr, flush=True)

@@ -1,0 +1,116 @@
+"""Bringing orders into the log: what the organiser orders is decided though nobody offers anything.
+
+The leader of a position that knows the next order proposes it in place of a group
+(`consensus/round.py`). Usually its members' reports begin its term. In a paused run nobody reports,
+so an elector that knows the order begins its own terms by itself: the first one at once, a later
+one when the leaders before it do not answer, or have had their time. Until then it passes the order
+on to the leader whose term it is, which may be out of touch with the coordinator.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import suppress
+
+from atoll.dht.tasks import race, together
+from atoll.dht.transport import Refused, TransportError
+from atoll.optim.log.entry import MAX_ORDER, LogError, MalformedRecord, leader_order
+from atoll.peer.rounds.consensus.leader import Leading
+from atoll.peer.rounds.consensus.round import Place, leader_of
+from atoll.peer.rounds.consensus.voter import Voter
+from atoll.peer.rounds.context import Context, ask_head
+
+LOOK_S = 1.0  # how often the leaders before are asked whether they are there
+
+
+class Ordering:
+    """One elector's part in bringing orders into the log; `run` is one task."""
+
+    def __init__(self, ctx: Context, voter: Voter, leading: Leading) -> None:
+        self._ctx = ctx
+        self._voter = voter
+        self._leading = leading
+        self._came = asyncio.Event()
+        """set when an order has come"""
+
+    def take(self, signed: bytes) -> None:
+        """Take an order that somebody passes on; one that the log holds changes nothing.
+
+        Raises:
+            LogError: it is none of this run's.
+        """
+        if len(signed) > MAX_ORDER:
+            raise MalformedRecord(f"order: expected at most {MAX_ORDER} bytes, got {len(signed)}")
+        if self._ctx.take_order(signed):
+            self._came.set()
+
+    async def serve(self, remote: str, body: bytes) -> bytes:
+        """Answer a peer that passes an order on."""
+        self._ctx.expect_unbarred(remote)
+        self.take(body)
+        return b""
+
+    async def run(self) -> None:
+        """See to it that each order that comes is decided, one position after the other."""
+        replica = self._ctx.replica
+        while True:
+            self._came.clear()
+            if replica.electorate and self._ctx.next_order() is not None:
+                await self._bring(Place(replica.epoch, replica.position))
+            else:
+                await race(replica.moved(), self._came.wait())
+
+    async def _bring(self, place: Place) -> None:
+        """Lead the own terms of a position when they come, until it is decided."""
+        replica, since = self._ctx.replica, self._ctx.now()
+        led: set[int] = set()
+        while (replica.epoch, replica.position) == place and replica.electorate:
+            term = self._own_term(place, led)
+            if term is not None and await self._is_due(place, term, since):
+                if (replica.epoch, replica.position) != place:
+                    return
+                with suppress(Refused):
+                    self._leading.bring_order(place, term)
+                led.add(term)
+            else:
+                await self._pass_on(place)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(LOOK_S):
+                    await replica.passed(place.position)
+
+    def _own_term(self, place: Place, led: set[int]) -> int | None:
+        """Return the next term that this elector leads and has not led; None if it is no elector.
+
+        One that others have ended is led again in the next cycle of leaders.
+        """
+        electorate, me = self._ctx.replica.electorate, self._ctx.me
+        if me not in electorate:
+            return None
+        order = leader_order(electorate, place.position)
+        own = self._voter.term
+        while electorate[order[own % len(order)]] != me:
+            own += 1
+        while own in led and self._leading.at(place, own) is None:
+            own += len(order)
+        return own
+
+    async def _is_due(self, place: Place, term: int, since: float) -> bool:
+        """Return whether the leaders of the terms before do not answer, or have had their time."""
+        ctx, skipped = self._ctx, self._ctx.skipped_terms(place.position)
+        before = [each for each in range(self._voter.term, term) if each not in skipped]
+        if ctx.now() >= since + sum(self._voter.time_s(each) for each in before):
+            return True
+        electorate = ctx.replica.electorate
+        leaders = {leader_of(electorate, place.position, each).peer_id for each in before}
+        asked = sorted(leaders - {ctx.me.peer_id})
+        heads = await together(*(ask_head(ctx, peer) for peer in asked))
+        return leaders == set(asked) and not any(heads)
+
+    async def _pass_on(self, place: Place) -> None:
+        """Pass the order on to the leader whose term it is."""
+        ctx, order = self._ctx, self._ctx.next_order()
+        leader = leader_of(ctx.replica.electorate, place.position, self._voter.term).peer_id
+        if order is None or leader == ctx.me.peer_id or ctx.me not in ctx.replica.electorate:
+            return
+        with suppress(TransportError, LogError):
+            await ctx.transport.call(leader, "order", order, timeout_s=ctx.settings.stall_s)

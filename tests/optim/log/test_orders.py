@@ -1,0 +1,355 @@
+"""Orders of the organiser's: what follows what, and logs that hold some."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from atoll.coordinator.run.keys import RunKeys
+from atoll.optim.log.entry import ChainMismatch, Entry, MalformedRecord, place_before
+from atoll.optim.log.orders import (
+    MAX_PENDING,
+    NUMBERS,
+    Change,
+    Order,
+    OrderBook,
+    OrderInvalid,
+    PauseRun,
+    ResumeRun,
+    RunSettings,
+    SetInnerScale,
+    SetInnerSteps,
+    SetOuterMomentum,
+    SetOuterRate,
+    StopRun,
+    described,
+    read_settings,
+    sign_order,
+)
+from atoll.optim.log.replica import Replica, log_id
+from atoll.optim.reducer import Course
+from support import kit
+from support.logs import RUN, open_replica, take
+
+KEYS = RunKeys.generate()
+
+
+def order(number: int, change: Change, **changes: Any) -> Order:
+    return Order(**{"run_id": RUN, "number": number, "change": change} | changes)
+
+
+def signed(number: int, change: Change, keys: RunKeys = KEYS, **changes: Any) -> bytes:
+    return sign_order(order(number, change, **changes), keys.sign)
+
+
+def after(*changes: Change, position: int = 9) -> RunSettings:
+    settings = RunSettings()
+    for number, change in enumerate(changes, 1):
+        settings = settings.after(order(number, change), position)
+    return settings
+
+
+# Settings
+
+
+def test_settings_follow_from_the_orders_alone() -> None:
+    settings = after(SetInnerSteps(value=50), SetOuterRate(value=0.5), SetInnerSteps(value=60))
+    assert settings == RunSettings(number=3, inner_steps=60, outer_lr=0.5)
+    assert read_settings(settings.stored) == settings
+
+
+def test_a_run_without_orders_stores_nothing() -> None:
+    assert RunSettings().stored == b""
+    assert read_settings(b"") == RunSettings()
+    assert RunSettings().course == Course()
+    assert RunSettings().scalars(0.5, 0.25) == (0.5, 0.25)
+
+
+def test_a_resume_ends_a_pause_and_a_planned_stop() -> None:
+    assert after(PauseRun()).is_paused
+    assert not after(PauseRun(), ResumeRun()).is_paused
+    assert after(StopRun(after_round=40)).last_round == 40
+    assert after(StopRun(after_round=40), ResumeRun()).last_round is None
+
+
+@pytest.mark.parametrize(("named", "last"), [(None, 10), (3, 10), (10, 10), (11, 11)])
+def test_a_run_stops_with_the_order_at_the_earliest(named: int | None, last: int) -> None:
+    assert after(PauseRun(), StopRun(after_round=named), position=9).last_round == last
+    assert after(PauseRun(), StopRun(after_round=named), position=9).is_paused == (last > 10)
+
+
+def test_the_outer_step_takes_fp32_values() -> None:
+    settings = after(SetOuterRate(value=0.1), SetOuterMomentum(value=0.3))
+    lr, momentum = settings.scalars(0.5, 0.5)
+    assert (lr, momentum) == pytest.approx((0.1, 0.3))
+    assert (lr, momentum) != (0.1, 0.3)
+
+
+def test_a_course_shortens_a_run_and_never_lengthens_it() -> None:
+    assert [Course(last_round=n).rounds(20) for n in (None, 8, 20, 30)] == [20, 8, 20, 20]
+    assert [Course(last_round=n).rounds(0) for n in (None, 8)] == [0, 8]
+    assert after(SetInnerScale(value=0.5)).course == Course(inner_scale=0.5)
+    assert Course(inner_steps=7).window(30) == 7 and Course().window(30) == 30
+
+
+@pytest.mark.parametrize("number", [0, 2])
+def test_an_order_out_of_its_turn_is_refused(number: int) -> None:
+    settings = after(PauseRun())
+    with pytest.raises(OrderInvalid, match="expected order 2"):
+        settings.after(order(number + 1 if number else 1, ResumeRun()), 9)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("inner_steps", 0),
+        ("inner_steps", 10**7),
+        ("inner_steps", 2.5),
+        ("outer_lr", 0.0),
+        ("outer_lr", float("nan")),
+        ("outer_momentum", 1.0),
+        ("outer_momentum", -0.1),
+        ("inner_scale", float("inf")),
+        ("min_peers", 0),
+        ("min_peers", 10**6),
+    ],
+)
+def test_a_number_out_of_its_range_is_no_order(name: str, value: float) -> None:
+    with pytest.raises(ValueError, match="value"):
+        NUMBERS[name](value=value)
+
+
+def test_an_order_is_told_in_a_line() -> None:
+    assert described(order(3, PauseRun())) == "order 3: the run is paused"
+    assert described(order(4, StopRun(after_round=9))) == "order 4: the run ends after round 9"
+    assert described(order(5, SetInnerSteps(value=7))) == "order 5: inner_steps is 7 from here on"
+
+
+# The book
+
+
+def test_a_book_gives_orders_in_a_row() -> None:
+    book = OrderBook()
+    for number in (3, 1, 2, 5):
+        assert book.add(signed(number, PauseRun()), order(number, PauseRun()))
+    assert not book.add(signed(3, PauseRun()), order(3, PauseRun()))
+    assert book.after(0) == [signed(number, PauseRun()) for number in (1, 2, 3)]
+    assert book.next(2) == signed(3, PauseRun())
+    assert book.next(3) is None
+    assert book.next(0) is None  # those before were dropped
+
+
+def test_of_two_orders_of_one_number_the_newer_counts() -> None:
+    """A coordinator that was restored from a copy may give a number again."""
+    book = OrderBook()
+    book.add(signed(1, PauseRun()), order(1, PauseRun()))
+    assert book.add(signed(1, ResumeRun()), order(1, ResumeRun()))
+    assert book.next(0) == signed(1, ResumeRun())
+
+
+def test_a_book_gives_a_bounded_number_of_orders() -> None:
+    book = OrderBook()
+    for number in range(1, 2 * MAX_PENDING):
+        book.add(signed(number, PauseRun()), order(number, PauseRun()))
+    assert len(book.after(0)) == MAX_PENDING
+
+
+# In a log
+
+
+Open = Callable[..., Replica]
+
+
+@pytest.fixture(params=[True, False], ids=["ledger", "peer"])
+def reopen(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Open]:
+    opened: list[Replica] = []
+
+    def open_again(folder: str = "log") -> Replica:
+        opened.append(open_replica(tmp_path / folder, KEYS, is_ledger=request.param))
+        return opened[-1]
+
+    yield open_again
+    for replica in opened:
+        replica.store.close()
+
+
+@pytest.fixture
+def swarm() -> kit.Swarm:
+    return kit.Swarm()
+
+
+def give(replica: Replica, swarm: kit.Swarm, change: Change, **changes: Any) -> Entry:
+    """Let the swarm decide the next order."""
+    before = replica.settings
+    record = signed(before.number + 1, change)
+    settings = before.after(replica.open_order(record), replica.position).stored
+    control = {"kind": "control", "members": (), "parts": (), "order": record}
+    entry, _ = swarm.entry(replica.run_id, replica.head, **control, settings=settings, **changes)
+    replica.accept(replica.check(entry, swarm.certify(entry)), b"")
+    replica.save_due()
+    return entry
+
+
+def records_of(replica: Replica) -> list[tuple[bytes, bytes]]:
+    stored = replica.store.headers(0, replica.position)
+    return [(record.entry, record.certificate) for record in stored]
+
+
+def go_on(replica: Replica, swarm: kit.Swarm, **changes: Any) -> Entry:
+    stored = replica.standing.settings
+    assert stored is not None
+    return take(replica, swarm, settings=stored, **changes)
+
+
+def test_an_order_leaves_the_state_as_it_is(reopen: Open, swarm: kit.Swarm) -> None:
+    replica = reopen()
+    replica.open_epoch(swarm.electors(), KEYS.sign)
+    go_on(replica, swarm)
+    before = replica.state.root()
+    give(replica, swarm, SetInnerSteps(value=7))
+    assert replica.position == replica.state.position == 2
+    assert replica.state.root() == before
+    assert replica.electorate == swarm.electors()
+    assert replica.settings == RunSettings(number=1, inner_steps=7)
+
+
+def test_a_log_with_orders_replays_to_the_same_bits(reopen: Open, swarm: kit.Swarm) -> None:
+    replica = reopen()
+    replica.open_epoch(swarm.electors(), KEYS.sign)
+    go_on(replica, swarm)
+    give(replica, swarm, SetOuterRate(value=0.25))
+    go_on(replica, swarm, lr=0.25)
+    give(replica, swarm, PauseRun())
+    give(replica, swarm, ResumeRun())
+    go_on(replica, swarm, lr=0.25)
+    state, standing = replica.state.root(), replica.standing
+    replica.store.close()
+    again = reopen()
+    assert again.state.root() == state
+    assert (again.settings, again.head) == (replica.settings, standing.head)
+
+
+def test_a_replica_that_begins_at_a_snapshot_knows_the_settings(
+    reopen: Open, swarm: kit.Swarm
+) -> None:
+    replica = reopen()
+    replica.open_epoch(swarm.electors(), KEYS.sign)
+    give(replica, swarm, SetInnerSteps(value=7))
+    go_on(replica, swarm)
+    claims = replica.verify(records_of(replica), None)
+    place = place_before(claims, 2, replica.opened)
+    assert place is not None and place.settings == replica.standing.settings
+    unknown = place_before(claims[1:], 1, None)
+    assert unknown is not None and unknown.settings is None
+
+
+def test_an_epoch_carries_the_settings_at_its_base(reopen: Open, swarm: kit.Swarm) -> None:
+    replica = reopen()
+    replica.open_epoch(swarm.electors(), KEYS.sign)
+    give(replica, swarm, SetInnerSteps(value=7))
+    opened = replica.open_epoch(swarm.electors(), KEYS.sign)
+    assert (
+        read_settings(opened.settings) == replica.settings == RunSettings(number=1, inner_steps=7)
+    )
+    go_on(replica, swarm)
+    assert replica.settings.inner_steps == 7
+
+
+def test_nothing_but_an_order_follows_a_pause(reopen: Open, swarm: kit.Swarm) -> None:
+    replica = reopen()
+    replica.open_epoch(swarm.electors(), KEYS.sign)
+    give(replica, swarm, PauseRun())
+    for changes in ({}, {"kind": "null", "members": (), "parts": ()}):
+        with pytest.raises(OrderInvalid, match="paused"):
+            go_on(replica, swarm, **changes)
+    give(replica, swarm, ResumeRun())
+    go_on(replica, swarm)
+
+
+def test_settings_that_do_not_follow_are_refused(reopen: Open, swarm: kit.Swarm) -> None:
+    replica = reopen()
+    replica.open_epoch(swarm.electors(), KEYS.sign)
+    with pytest.raises(OrderInvalid, match="settings that follow"):
+        take(replica, swarm, settings=RunSettings(number=1, inner_steps=7).stored)
+    give(replica, swarm, SetInnerSteps(value=7))
+    with pytest.raises(OrderInvalid, match="settings that follow"):
+        take(replica, swarm, settings=b"")
+
+
+def test_an_entry_that_was_checked_is_checked_again_when_its_body_came(
+    reopen: Open, swarm: kit.Swarm
+) -> None:
+    replica = reopen()
+    replica.open_epoch(swarm.electors(), KEYS.sign)
+    entry, body = swarm.entry(RUN, replica.head)
+    claim = replica.check(entry, swarm.certify(entry))
+    replica.standing = replace(
+        replica.standing, settings=RunSettings(number=1, is_paused=True).stored
+    )
+    with pytest.raises(OrderInvalid):
+        replica.accept(claim, body)
+
+
+def test_an_order_under_another_key_is_refused(reopen: Open) -> None:
+    replica = reopen()
+    with pytest.raises(OrderInvalid, match="signature of the run's key"):
+        replica.open_order(signed(1, PauseRun(), RunKeys.generate()))
+    with pytest.raises(MalformedRecord):
+        replica.open_order(b"no order")
+
+
+def test_an_order_of_another_run_is_refused(reopen: Open) -> None:
+    replica = reopen()
+    with pytest.raises(OrderInvalid, match="another"):
+        replica.open_order(signed(1, PauseRun(), run_id=b"s" * 32))
+
+
+def test_each_log_of_a_run_takes_its_orders(tmp_path: Path) -> None:
+    replica = open_replica(tmp_path, KEYS)
+    replica.module = replace(replica.module, run_id=log_id(RUN, "stage-2"), name="stage-2")
+    assert replica.open_order(signed(1, PauseRun())).change == PauseRun()
+    with pytest.raises(OrderInvalid, match="another"):
+        replica.open_order(signed(1, PauseRun(), run_id=replica.run_id))
+    replica.store.close()
+
+
+def test_an_entry_has_an_order_if_it_is_a_control_entry(swarm: kit.Swarm) -> None:
+    head = open_head()
+    for changes in (
+        {"order": signed(1, PauseRun())},
+        {"kind": "control", "members": (), "parts": ()},
+        {"kind": "control", "order": signed(1, PauseRun())},
+    ):
+        with pytest.raises(ValueError, match=r"neither|none"):
+            swarm.entry(RUN, head, **changes)
+
+
+def test_an_entry_without_orders_keeps_its_bytes(swarm: kit.Swarm) -> None:
+    """A log of a run that was never given an order can be read by what wrote it."""
+    entry, _ = swarm.entry(RUN, open_head())
+    assert not {"order", "settings"} & set(entry.model_dump())
+    record = entry.encode()
+    assert Entry.decode(record) == entry
+    explicit = Entry.model_construct(**dict(entry)).model_dump()
+    assert list(explicit) == list(entry.model_dump())
+
+
+def open_head() -> Any:
+    from atoll.optim.log.store import StoreHead
+
+    return StoreHead(epoch=0, position=0, chain=bytes(32))
+
+
+def test_a_chain_breaks_where_an_order_is_left_out(reopen: Open, swarm: kit.Swarm) -> None:
+    replica = reopen()
+    replica.open_epoch(swarm.electors(), KEYS.sign)
+    go_on(replica, swarm)
+    give(replica, swarm, PauseRun())
+    give(replica, swarm, ResumeRun())
+    records = records_of(replica)
+    with pytest.raises(ChainMismatch):
+        replica.verify([records[0], records[2]], None)

@@ -1,0 +1,80 @@
+"""`atoll run`: orders to a coordinator, and what is wrong with them."""
+
+import json
+
+import pytest
+
+from atoll.coordinator.run.keys import RunKeys
+
+
+@pytest.fixture
+def key(invite, tmp_path_factory):
+    """The directory of the coordinator that waits, which holds the run's key."""
+    return next(
+        path.parent
+        for path in tmp_path_factory.getbasetemp().glob("coordinator*/state/keys.json")
+        if RunKeys.load_or_create(path).run_public_key == invite.run_key
+    )
+
+
+def test_an_order_waits_until_peers_decide_it(atoll, invite, key):
+    done = atoll("run", "set", invite, "inner_steps=7", "outer_lr=0.5", "--key", key, "--wait", 0)
+    assert done.code == 0
+    assert "inner_steps is 7 from here on (given; decided as soon as" in done.err
+    first = atoll("run", "pause", invite, "--key", key / "keys.json", "--wait", 0, "--json")
+    told = json.loads(first.out)
+    assert told["kind"] == "pause" and told["decided"] is False and told["number"] >= 3
+    status = json.loads(atoll("status", invite, "--json").out)
+    assert status["orders_waiting"] >= 3
+    assert "orders" in atoll("status", invite).out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("set", "inner_step=7"), "unknown setting 'inner_step'; did you mean inner_steps?"),
+        (("set", "colour=7"), "unknown setting 'colour'; expected inner_steps, outer_lr"),
+        (("set", "inner_steps"), "expected inner_steps=NUMBER, got inner_steps"),
+        (("set", "inner_steps=many"), "expected inner_steps=NUMBER, got inner_steps=many"),
+        (("set", "inner_steps=0"), "inner_steps: expected greater than or equal to 1, got 0"),
+        (("set", "inner_steps=2.5"), "inner_steps: expected a valid integer, got 2.5"),
+        (("set", "outer_momentum=1"), "outer_momentum: expected less than 1, got 1"),
+        (("set", "outer_lr=nan"), "outer_lr: expected a finite number, got nan"),
+        (("stop", "--after-round", "3"), "the run ends after round 3 in any case"),
+    ],
+)
+def test_a_wrong_order_is_told_and_nothing_is_given(atoll, invite, key, arguments, message):
+    before = json.loads(atoll("status", invite, "--json").out)["orders_waiting"]
+    action, *rest = arguments
+    done = atoll("run", action, invite, *rest, "--key", key)
+    assert done.code == 2
+    assert message in done.err
+    assert json.loads(atoll("status", invite, "--json").out)["orders_waiting"] == before
+
+
+def test_one_wrong_number_of_two_gives_no_order(atoll, invite, key):
+    before = json.loads(atoll("status", invite, "--json").out)["orders_waiting"]
+    done = atoll("run", "set", invite, "inner_steps=9", "outer_lr=-1", "--key", key)
+    assert done.code == 2
+    assert json.loads(atoll("status", invite, "--json").out)["orders_waiting"] == before
+
+
+def test_another_key_than_the_organisers_is_refused(atoll, invite, tmp_path):
+    RunKeys.load_or_create(tmp_path / "keys.json")
+    done = atoll("run", "pause", invite, "--key", tmp_path)
+    assert done.code == 2
+    assert "expected the key of the invite's run, got that of another" in done.err
+
+
+def test_a_machine_without_the_key_gives_no_order(atoll, invite, tmp_path):
+    done = atoll("run", "pause", invite)
+    assert done.code == 2
+    assert "run this on the coordinator's machine, or pass --key" in done.err
+    done = atoll("run", "pause", invite, "--key", tmp_path / "absent.json")
+    assert done.code == 2
+    assert "no such file" in done.err
+
+
+def test_help_has_examples(atoll):
+    assert "atoll run pause INVITE" in atoll("run", "--help").out
+    assert "--after-round" in atoll("run", "stop", "--help").out

@@ -1,0 +1,206 @@
+"""Orders in whole rounds: everybody switches at one position, whoever leads, dies or is away."""
+
+import asyncio
+import shutil
+
+import pytest
+
+from atoll.optim.log.entry import Entry
+from atoll.optim.log.orders import PauseRun, ResumeRun, SetInnerSteps, SetOuterRate
+from atoll.peer.rounds.consensus.round import leader_of
+from support.strikes import KINDS, Strike, expect_no_work_lost
+from support.swarm import SMALL, order_of, reached, run_swarm
+
+
+def run(folder, scenario, **options):
+    return run_swarm(folder, scenario, **({"layout": SMALL} | options))
+
+
+def entries(peer):
+    records = peer.replica.store.headers(0, peer.replica.position)
+    return [Entry.decode(record.entry) for record in records]
+
+
+def give(peers, number, change):
+    """Let the coordinator's answers to heartbeats bring an order to some peers."""
+    for peer in peers:
+        peer.rounds.ordering.take(order_of(number, change))
+
+
+def is_decided(peers, number):
+    return lambda: all(peer.replica.settings.number >= number for peer in peers)
+
+
+def leader(swarm, position):
+    electorate = swarm.peers[0].replica.electorate
+    elector = leader_of(electorate, position, 0)
+    return next(p for p in swarm.peers if p.ctx.me == elector)
+
+
+def test_an_order_is_decided_and_no_work_is_lost(tmp_path):
+    async def scenario(swarm):
+        peers = await swarm.start(3)
+        await swarm.until(lambda: reached(peers, 2))
+        give(peers, 1, SetInnerSteps(value=7))
+        await swarm.until(is_decided(peers, 1))
+        assert {p.replica.settings.inner_steps for p in peers} == {7}
+        position = peers[0].replica.position
+        await swarm.until(lambda: reached(peers, position + 2))
+        await asyncio.sleep(1.0)
+        assert swarm.same_bits(peers)
+        kinds = [entry.kind for entry in entries(peers[0])]
+        assert kinds.count("control") == 1 and "null" not in kinds
+        for peer in peers:
+            expect_no_work_lost(peer)
+
+    run(tmp_path, scenario)
+
+
+def test_what_was_offered_is_offered_again_after_an_order(tmp_path):
+    """The order comes while a group reduces: its members train nothing anew."""
+
+    async def scenario(swarm):
+        given = []
+
+        def note(peer, phase, position):
+            if phase == "reduce" and position == 2 and not given:
+                given.append(peer)
+                give(swarm.peers, 1, SetInnerSteps(value=7))
+
+        swarm.on_phase = note
+        peers = await swarm.start(3)
+        await swarm.until(lambda: reached(peers, 4))
+        assert [entry.kind for entry in entries(peers[0])][:4] == [
+            "update",
+            "update",
+            "control",
+            "update",
+        ]
+        assert {len(peer.handed_in) for peer in peers} <= {3, 4}
+        assert swarm.same_bits(peers)
+
+    run(tmp_path, scenario)
+
+
+def test_a_paused_run_decides_orders_alone(tmp_path):
+    async def scenario(swarm):
+        peers = await swarm.start(3)
+        await swarm.until(lambda: reached(peers, 2))
+        give(peers, 1, PauseRun())
+        await swarm.until(is_decided(peers, 1))
+        paused_at = peers[0].replica.position
+        await asyncio.sleep(60.0)
+        assert {peer.replica.position for peer in peers} == {paused_at}
+        give(peers[:1], 2, SetOuterRate(value=0.25))
+        await swarm.until(is_decided(peers, 2))
+        give(peers, 3, ResumeRun())
+        await swarm.until(is_decided(peers, 3))
+        await swarm.until(lambda: reached(peers, paused_at + 4))
+        await asyncio.sleep(1.0)
+        log = entries(peers[0])[paused_at - 1 :]
+        assert [entry.kind for entry in log[:4]] == ["control"] * 3 + ["update"]
+        assert swarm.same_bits(peers)
+        for peer in peers:
+            expect_no_work_lost(peer)
+
+    run(tmp_path, scenario)
+
+
+def test_the_leader_of_a_paused_run_dies_with_the_order(tmp_path):
+    async def scenario(swarm):
+        peers = await swarm.start(3)
+        await swarm.until(lambda: reached(peers, 2))
+        give(peers, 1, PauseRun())
+        await swarm.until(is_decided(peers, 1))
+        victim = leader(swarm, peers[0].replica.position)
+        victim.kill()
+        others = [peer for peer in peers if peer is not victim]
+        give(others, 2, ResumeRun())
+        before = swarm.now()
+        await swarm.until(is_decided(others, 2))
+        assert swarm.now() - before < 10.0
+        position = others[0].replica.position
+        await swarm.until(lambda: reached(others, position + 2))
+        await asyncio.sleep(1.0)
+        assert swarm.same_bits(others)
+
+    run(tmp_path, scenario)
+
+
+def test_a_peer_that_was_away_meets_the_orders_in_the_log(tmp_path):
+    async def scenario(swarm):
+        peers = await swarm.start(4)
+        await swarm.until(lambda: reached(peers, 2))
+        away = peers[3]
+        swarm.network.freeze(away.identity.peer_id)
+        others = peers[:3]
+        give(others, 1, SetOuterRate(value=0.25))
+        await swarm.until(is_decided(others, 1))
+        position = others[0].replica.position
+        await swarm.until(lambda: reached(others, position + 2))
+        swarm.network.thaw(away.identity.peer_id)
+        await swarm.until(lambda: reached(peers, position + 4))
+        assert away.replica.settings == others[0].replica.settings
+        assert swarm.same_bits(peers)
+        joiner = swarm.add()
+        await joiner.start()
+        assert joiner.replica.settings == others[0].replica.settings
+        await swarm.until(lambda: reached([*peers, joiner], position + 8))
+
+    run(tmp_path, scenario)
+
+
+def strike_an_order(folder, message, kind, end):
+    """A fault at a message of the position at which all know an order; None if it has fewer."""
+
+    async def scenario(swarm):
+        peers = await swarm.start(3)
+        await swarm.until(lambda: reached(peers, 2))
+        give(peers, 1, PauseRun())
+        await swarm.until(is_decided(peers, 1))
+        strike = Strike(swarm, kind, message, end)
+        give(peers, 2, SetInnerSteps(value=7))
+        strike.arm()
+        await swarm.until(lambda: strike.at_s is not None or is_decided(peers, 2)())
+        if strike.at_s is None:
+            strike.disarm()
+            return None
+        alive = [peer for peer in peers if peer not in strike.killed]
+        others = [peer for peer in peers if peer not in strike.victims] or alive
+        await swarm.until(lambda: any(p.replica.settings.number == 2 for p in others))
+        took_s = swarm.now() - strike.at_s
+        strike.undo()
+        give(alive, 3, ResumeRun())
+        position = max(peer.replica.position for peer in alive)
+        await swarm.until(lambda: reached(alive, position + 3))
+        await asyncio.sleep(1.0)
+        assert swarm.same_bits(alive)
+        numbers = [
+            alive[0].replica.open_order(e.order).number for e in entries(alive[0]) if e.order
+        ]
+        assert numbers == [1, 2, 3]
+        for peer in alive:
+            expect_no_work_lost(peer)
+        return took_s
+
+    return run(folder, scenario)
+
+
+@pytest.mark.parametrize("message", [1, 5, 9, 14])
+def test_an_order_survives_a_fault_at_a_message(tmp_path, message):
+    kind, end = KINDS[message % len(KINDS)]
+    assert strike_an_order(tmp_path, message, kind, end) is not None
+
+
+@pytest.mark.exhaustive
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(("kind", "end"), KINDS)
+def test_an_order_survives_a_fault_at_every_message(tmp_path, kind, end):
+    struck = 0
+    for message in range(1, 60):
+        folder = tmp_path / str(message)
+        if strike_an_order(folder, message, kind, end) is None:
+            break
+        shutil.rmtree(folder)
+        struck += 1
+    assert 10 < struck < 59

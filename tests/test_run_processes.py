@@ -1,0 +1,134 @@
+"""Orders to a run of processes as people start them: a coordinator and two trainers."""
+
+import asyncio
+import contextlib
+import io
+import json
+import sqlite3
+from pathlib import Path
+
+import pytest
+
+from atoll.coordinator.run.invite import Invite
+from atoll.coordinator.run.spec import RunSpec, template
+from atoll.optim.log.entry import Entry
+from atoll.optim.log.store import LOG_FILE
+from atoll.peer.cli.main import main
+from atoll.peer.cli.watching import look
+from atoll.peer.lab.children import Child
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+
+DEADLINE_S = 120.0  # three processes that import torch: a few seconds each on an idle machine
+PEER = ("--listen", "/ip4/127.0.0.1/tcp/0", "--device", "cpu", "--yes", "--stop-with-stdin")
+
+
+async def until(condition, *children):
+    async with asyncio.timeout(DEADLINE_S):
+        while not (found := condition()):
+            for child in children:
+                assert child.running, child.failure()
+            await asyncio.sleep(0.2)
+    return found
+
+
+def write_spec(folder: Path) -> Path:
+    (folder / "text.txt").write_text("The organiser orders, and everybody switches. " * 2000)
+    spec = RunSpec.from_dict(
+        {
+            "run": {"name": "ordered", "rounds": 0},
+            "model": {"overrides": {"dim": 16, "num_layers": 1, "num_heads": 2, "ffn_dim": 32}},
+            "data": {"source": str(folder / "text.txt"), "seq_len": 32},
+            "inner": {"batch_size": 2, "warmup_steps": 2},
+            "outer": {"inner_steps": 4},
+            "round": {"min_peers": 2, "stall_s": 5.0, "snapshot_every": 4},
+            "coordinator": {"listen": "127.0.0.1:0", "dht_listen": "127.0.0.1:0"},
+        }
+    )
+    path = folder / "RUN.toml"
+    path.write_text(template(spec))
+    return path
+
+
+def ordered(*command: object) -> list[dict]:
+    """Give an order in this process; return the JSON that the command prints."""
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        assert main(["run", *map(str, command), "--json"]) == 0
+    return [json.loads(line) for line in out.getvalue().splitlines()]
+
+
+async def hold(folder: Path) -> list[Entry]:
+    """Order a run about from its beginning to its end; return its log."""
+    state, invite = folder / "state", folder / "invite"
+    children: list[Child] = []
+
+    async def start(name: str, *arguments: object) -> Child:
+        log = folder / f"{name}.log"
+        children.append(await Child.start(name, log, list(map(str, arguments))))
+        return children[-1]
+
+    async def order(action: str, *arguments: object) -> list[dict]:
+        told = await asyncio.to_thread(ordered, action, invite, *arguments, "--key", state)
+        assert all(each["decided"] for each in told), told
+        return told
+
+    def status():
+        return look(Invite.decode(invite.read_text()))
+
+    async def seen(condition):
+        """Wait for a status of the run, with all processes there."""
+        return await until(lambda: condition(now := status()) and now, *children)
+
+    try:
+        coordinator = await start(
+            "coordinator",
+            *("coordinator", write_spec(folder), "--state-dir", state, "--invite-file", invite),
+            "--stop-with-stdin",
+        )
+        await until(invite.exists, coordinator)
+        data = ("--data", folder / "text.txt")
+        for name in ("one", "two"):
+            await start(name, "peer", invite, *PEER, *data, "--state-dir", folder / name)
+        await seen(lambda now: now.position >= 2)
+
+        told = await order("set", "inner_steps=6", "outer_lr=0.25", "inner_scale=0.5")
+        assert [each["number"] for each in told] == [1, 2, 3]
+        now = await seen(lambda now: now.settings.get("inner_scale") == 0.5)
+        assert (now.inner_steps, now.settings["outer_lr"]) == (6, 0.25)
+        await seen(lambda later: later.position >= now.position + 2)
+
+        await order("pause")
+        now = await seen(lambda now: now.state == "paused")
+        await asyncio.sleep(3.0)
+        assert status().position == now.position
+        await order("resume")
+        await seen(lambda later: later.position >= now.position + 3)
+
+        await order("stop")
+        peers = children[1:]
+        await until(lambda: not any(peer.running for peer in peers), coordinator)
+        assert [peer.exit_code for peer in peers] == [0, 0]
+        assert status().state == "finished"
+        return read_log(state / "log")
+    finally:
+        for child in reversed(children):
+            await child.stop()
+
+
+def read_log(folder: Path) -> list[Entry]:
+    with contextlib.closing(sqlite3.connect(f"file:{folder / LOG_FILE}?mode=ro", uri=True)) as log:
+        rows = log.execute("SELECT entry FROM entries ORDER BY position").fetchall()
+    return [Entry.decode(row[0]) for row in rows]
+
+
+def test_a_run_is_changed_paused_resumed_and_stopped(tmp_path: Path) -> None:
+    log = asyncio.run(hold(tmp_path))
+    orders = [entry.position for entry in log if entry.kind == "control"]
+    assert len(orders) == 6
+    first, *_, paused, resumed, stopped = orders
+    assert resumed == paused + 1 and stopped == len(log) - 1
+    before = [entry for entry in log[:first] if entry.kind == "update"]
+    after = [entry for entry in log[first + 3 : paused] if entry.kind == "update"]
+    assert {entry.lr for entry in after} == {0.25} != {entry.lr for entry in before}
+    assert {member.steps for entry in before for member in entry.members} == {4}
+    assert 6 in {member.steps for entry in after for member in entry.members}

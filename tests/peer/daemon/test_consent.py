@@ -119,9 +119,7 @@ def test_a_run_that_its_gpu_cannot_hold_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("lacks", ["memory", "GPU memory", "disk"])
-def test_a_machine_too_small_for_its_stage_is_told_which_and_to_ask_for_more(
-    tmp_path, monkeypatch, lacks
-):
+def test_a_machine_too_small_for_its_stage_is_told_which(tmp_path, monkeypatch, lacks):
     run = terms_of(model={"preset": "mini"})
     needs = needs_of(run.spec, run.layout)
     if lacks == "memory":

@@ -58,7 +58,7 @@ def test_more_stages_than_slices_are_refused():
         first_state(staged(5), Allowed(), module="stage-1")  # nano has four slices
 
 
-def test_a_method_with_more_fragments_than_a_stage_has_slices_is_refused():
+def test_more_fragments_than_a_stage_has_slices_are_refused():
     outer = {"method": "streaming(count=2)", "inner_steps": 20}
     spec = RunSpec.from_dict({"topology": {"stages": 3}, "outer": outer})
     told = r"streaming\(count=2\) divides.* stage-2 of 3 has 1; set count to at most the slices"

@@ -376,7 +376,8 @@ class Worker(ABC):
         first, *others = [
             self._window_state(index, whole=with_synced) for index in range(len(self._windows))
         ]
-        model, trained = self.model.state_dict(), self._trained() if saves_drift else ()
+        model = self.model.state_dict()
+        trained = self._names(trained=True) if saves_drift else ()
         return {
             "kind": type(self).__name__,
             "layout": self.layout.to_json(),
@@ -404,10 +405,10 @@ class Worker(ABC):
         # The log is already beyond what commits that came early will move.
         return bool(self._arrived) or not getattr(self.reducer, "recovers", False)
 
-    def _trained(self) -> set[str]:
-        """Return the names of the parameters that sync, as the model's state has them."""
+    def _names(self, *, trained: bool) -> set[str]:
+        """Return the names, as in the model's state, of parameters that sync or are frozen."""
         named = self.model.named_parameters(remove_duplicate=False)
-        return {name for name, param in named if param.requires_grad}
+        return {name for name, param in named if param.requires_grad is trained}
 
     def _drift(self, index: int) -> Tensor | TensorPart | None:
         """Return what local has more than synced; None if they are equal."""
@@ -475,6 +476,8 @@ class Worker(ABC):
     def load_shared(self, state: Mapping[str, Any]) -> None:
         """Go on where a state was taken that `Places.shared` has given to all ranks.
 
+        Frozen parameters that are not in it stay as they are.
+
         Raises:
             LayoutError: as `load_state_dict`.
         """
@@ -493,9 +496,9 @@ class Worker(ABC):
                 f"parameter that differs: {self.layout.difference(saved)}"
             )
         drifts = state.get("drift")
-        self.places.load_model(
-            self.model, state["model"], but=self._trained() if drifts is not None else ()
-        )
+        absent = self._names(trained=False) - set(state["model"])
+        but = absent | (self._names(trained=True) if drifts is not None else set())
+        self.places.load_model(self.model, state["model"], but=but)
         self.places.load_optimizer(self.inner, state["inner"])
         if "synced_N" in state:
             self._synced = self._cut(self.places.own(state["synced_N"]).clone())

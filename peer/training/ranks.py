@@ -29,6 +29,7 @@ from atoll.peer.training.devices import Device
 from atoll.peer.training.machine import memory_total
 
 TRAIN_BYTES = 18  # a parameter: itself, gradient and AdamW's moments in fp32, a copy in bf16
+FROZEN_BYTES = 6  # a parameter that is not trained, as those beneath adapters: itself and the copy
 FIT_SHARE = 0.6  # of a device's memory; the rest is for activations
 
 
@@ -160,8 +161,7 @@ class SeveralRanks(OneRank):
         return f"{self.size} x {device}"
 
     def place(self, model: nn.Module, device: torch.device) -> nn.Module:
-        numel = sum(param.numel() for param in model.parameters())
-        self.is_cut = not self.agreed(fits(numel, device, ranks=ranks_here()))
+        self.is_cut = not self.agreed(fits(model, device, ranks=ranks_here()))
         return cut_over_ranks(model, device) if self.is_cut else model.to(device)
 
     def expect_backward(self, model: nn.Module, *, is_last: bool) -> None:
@@ -237,11 +237,11 @@ def held_out_loss(
     return total / count
 
 
-def fits(numel: int, device: torch.device, *, ranks: int) -> bool:
-    """Return whether one device can train a whole model of so many parameters.
+def fits(model: nn.Module, device: torch.device, *, ranks: int) -> bool:
+    """Return whether one device can train a whole model.
 
     Args:
-        numel: parameters.
+        model: anywhere; only the sizes of its parameters count.
         device: of which one is a rank's own; ranks without one share the machine's memory.
         ranks: on this machine.
     """
@@ -249,7 +249,11 @@ def fits(numel: int, device: torch.device, *, ranks: int) -> bool:
         total_bytes = torch.cuda.get_device_properties(device).total_memory
     else:
         total_bytes = memory_total() // ranks
-    return numel * TRAIN_BYTES <= FIT_SHARE * total_bytes
+    needed_bytes = sum(
+        param.numel() * (TRAIN_BYTES if param.requires_grad else FROZEN_BYTES)
+        for param in model.parameters()
+    )
+    return needed_bytes <= FIT_SHARE * total_bytes
 
 
 def ranks_here() -> int:

@@ -528,7 +528,9 @@ class Trainer:
 
         Frozen parameters are left out: they are the model's from the beginning.
         """
-        worker, frozen = self.worker.share_dict(), self._frozen()
+        worker = self.worker.share_dict()
+        named = self.learner.model.named_parameters(remove_duplicate=False)
+        frozen = {name for name, param in named if not param.requires_grad}
         worker["model"] = {k: v for k, v in worker["model"].items() if k not in frozen}
         stream = self._stream.state_dict() if self._stream is not None else {}
         streams = self._ranks.gathered(stream)
@@ -565,8 +567,7 @@ class Trainer:
         self._progress = TrainerCounters(**(state["progress"] | ({} if exact else here)))
         try:
             if exact:
-                whole = {**state["worker"]["model"], **self._frozen()}
-                self.worker.load_shared({**state["worker"], "model": whole})
+                self.worker.load_shared(state["worker"])
             else:
                 self.worker.places.load_optimizer(self.learner.optimizer, state["worker"]["inner"])
         except (ValueError, KeyError, RuntimeError, TypeError) as error:
@@ -578,10 +579,6 @@ class Trainer:
         valid_loss, valid_position = state["valid"]
         self._recent.clear()
         self._publish(valid_loss=valid_loss, valid_position=valid_position)
-
-    def _frozen(self) -> dict[str, Tensor]:
-        named = self.learner.model.named_parameters(remove_duplicate=False)
-        return {name: param.detach() for name, param in named if not param.requires_grad}
 
     def save(self, path: Path) -> None:
         """Write the state to a file, atomically; training stands still meanwhile.

@@ -26,13 +26,15 @@ from atoll.optim.ranks import RankReducer, Ranks, RanksError
 from atoll.optim.ranks.placing import RankPlaces
 from atoll.optim.ranks.residuals import RemoteResidual
 from atoll.optim.reduction.contribution import Feedback
-from atoll.optim.state.dtensors import PlacementError, local_runs, put_whole_
+from atoll.optim.state.dtensors import PlacementError, local_runs, put_whole_, whole
 from atoll.optim.state.layout import Layout
 from atoll.peer.errors import DeviceError, SavedStateError
 from atoll.peer.training import models
 from atoll.peer.training.data import load as data
+from atoll.peer.training.digests import with_digests
 from atoll.peer.training.fit import Fit
 from atoll.peer.training.learner import StartSmaller
+from atoll.peer.training.permission import Allowed
 from atoll.peer.training.ranks import OneRank, SeveralRanks
 from atoll.peer.training.shards import Saver
 from atoll.peer.training.trainer import Trainer, TrainerOptions
@@ -450,8 +452,14 @@ def trainer_on_ranks(
         spec = spec_to_train().model_dump(mode="json")
         spec |= {"inner": spec["inner"] | inner} | ({"model": model} if model else {})
         spec = RunSpec.from_dict(spec)
+        if spec.model.init is not None:
+            spec = with_digests(spec, None)
         options = TrainerOptions(
-            peer_id="one", device="cpu", ranks=ranks, state_path=folder / "trainer.safetensors"
+            peer_id="one",
+            device="cpu",
+            ranks=ranks,
+            state_path=folder / "trainer.safetensors",
+            allowed=Allowed.everything_in(spec),
         )
         reducer = RankReducer(ranks.ranks, member_alone)
         yield ranks, Trainer(spec, reducer, options, corpus=corpus_to_train()), patch
@@ -556,6 +564,33 @@ def resume_moments_of_8_bits(folder: Path) -> None:
             compare(in_float(before), in_float(state))
             kinds, others = kinds_of_moments(before), kinds_of_moments(state)
             assert dict in others and others != kinds
+
+
+def adapters_on_ranks(folder: Path) -> None:
+    """Resume to the bit where only adapters are trained, on a model that is whole or cut."""
+    lora = {"rank": 2, "targets": ["qkv", "out", "gate_up"]}
+    model = {"init": str(folder / "base"), "lora": lora}
+    for cut in (False, True):
+        with trainer_on_ranks(folder, cut=cut, model=model) as (ranks, trainer, _):
+            frozen = {
+                name: whole(param).clone()
+                for name, param in trainer.learner.model.named_parameters()
+                if not param.requires_grad
+            }
+            for _ in range(4):
+                trainer.step()
+            trainer.save(folder / "trainer.safetensors")
+            ranks.all_of(True)
+            expected = trainer.evaluate(batches=3)
+            trainer.step()
+            next_N = trainer.worker.layout.flatten(trainer.learner.model)
+            trainer.load(folder / "trainer.safetensors")
+            assert trainer.evaluate(batches=3) == expected
+            trainer.step()
+            assert torch.equal(trainer.worker.layout.flatten(trainer.learner.model), next_N)
+            for name, param in trainer.learner.model.named_parameters():
+                if name in frozen:
+                    assert torch.equal(whole(param), frozen[name])
 
 
 def kinds_of_moments(inner: dict) -> list[type]:

@@ -1,10 +1,18 @@
 import pytest
 import torch
+from torch import nn
 
 from atoll.peer.errors import DeviceError
 from atoll.peer.training.devices import number_of_gpus
-from atoll.peer.training.ranks import FIT_SHARE, TRAIN_BYTES, fits, is_one_of_several
+from atoll.peer.training.ranks import (
+    FIT_SHARE,
+    FROZEN_BYTES,
+    TRAIN_BYTES,
+    fits,
+    is_one_of_several,
+)
 from support.rank_work import (
+    adapters_on_ranks,
     memory_is_remembered,
     memory_of_a_shard,
     memory_of_one_rank,
@@ -16,6 +24,7 @@ from support.rank_work import (
     trainers_on_two_hosts,
 )
 from support.ranks import on_ranks
+from support.weights import write_folder
 
 
 @pytest.mark.slow
@@ -48,6 +57,13 @@ def test_ranks_save_moments_of_8_bits(tmp_path):
 
 
 @pytest.mark.slow
+def test_ranks_resume_with_adapters_on_a_frozen_model(tmp_path):
+    pytest.importorskip("peft")
+    write_folder(tmp_path / "base")
+    on_ranks(2, adapters_on_ranks, tmp_path, folder=tmp_path)
+
+
+@pytest.mark.slow
 def test_four_ranks_on_two_hosts_train_one_model(tmp_path):
     on_ranks(4, trainers_on_two_hosts, tmp_path, folder=tmp_path)
 
@@ -57,11 +73,23 @@ def test_a_model_fits_if_its_state_leaves_room_for_activations(monkeypatch):
         total = 100 << 30
 
     monkeypatch.setattr("psutil.virtual_memory", Memory)
-    most = int(FIT_SHARE * (25 << 30) / TRAIN_BYTES)
-    cpu = torch.device("cpu")
-    assert fits(most, cpu, ranks=4)
-    assert not fits(most + 1, cpu, ranks=4)
-    assert fits(most + 1, cpu, ranks=3)
+    room_bytes, cpu = int(FIT_SHARE * (25 << 30)), torch.device("cpu")
+
+    def of(num_trained, num_frozen=0):
+        sizes = [(num_trained, True), (num_frozen, False)]
+        params = [
+            nn.Parameter(torch.empty(size, device="meta"), requires_grad=trains)
+            for size, trains in sizes
+        ]
+        return nn.ParameterList(params)
+
+    most = room_bytes // TRAIN_BYTES
+    assert fits(of(most), cpu, ranks=4)
+    assert not fits(of(most + 1), cpu, ranks=4)
+    assert fits(of(most + 1), cpu, ranks=3)
+    under = (room_bytes - TRAIN_BYTES) // FROZEN_BYTES
+    assert fits(of(1, under), cpu, ranks=4), "what is frozen has no gradient and no moments"
+    assert not fits(of(1, under + 1), cpu, ranks=4)
 
 
 def test_a_process_is_one_of_several_if_it_was_started_so(monkeypatch):

@@ -39,6 +39,7 @@ from atoll.coordinator.run.spec import RunSpec
 from atoll.optim import schedules
 from atoll.optim.methods.base import Method
 from atoll.optim.methods.worker import Worker, WorkerStatistics
+from atoll.optim.ranks import RanksError
 from atoll.optim.reducer import Commit, Contribution, Reducer, Settle
 from atoll.optim.state.layout import Fragment, Layout, LayoutError
 from atoll.optim.state.places import Places
@@ -554,6 +555,7 @@ class Trainer:
 
         Raises:
             SavedStateError: the state belongs to another peer or model.
+            RanksError: a rank was lost meanwhile.
         """
         if state["peer_id"] != self.options.peer_id:
             raise SavedStateError(
@@ -570,6 +572,8 @@ class Trainer:
                 self.worker.load_shared(state["worker"])
             else:
                 self.worker.places.load_optimizer(self.learner.optimizer, state["worker"]["inner"])
+        except RanksError:
+            raise
         except (ValueError, KeyError, RuntimeError, TypeError) as error:
             self._progress = before
             raise SavedStateError(f"the saved state does not fit this model: {error}") from error

@@ -369,7 +369,7 @@ def rank_that_dies(victim: int, folder: Path) -> None:
     ours = Peer(group.method, RankReducer(ranks, lambda: group.member(0)), model_of(8))
     ours.step([torch.zeros_like(param) for param in ours.model.parameters()])
     if ranks.rank == victim:
-        os.kill(os.getpid(), signal.SIGKILL)
+        die()
     with pytest.raises(RanksError, match="lost"):
         ours.step([torch.zeros_like(param) for param in ours.model.parameters()])
     (folder / str(ranks.rank)).touch()
@@ -591,6 +591,21 @@ def adapters_on_ranks(folder: Path) -> None:
             for name, param in trainer.learner.model.named_parameters():
                 if name in frozen:
                     assert torch.equal(whole(param), frozen[name])
+
+
+def rank_lost_while_loading(folder: Path) -> None:
+    """End where a rank dies while all load their state, instead of going on without it."""
+    with trainer_on_ranks(folder, cut=False) as (ranks, trainer, patch):
+        trainer.step()
+        trainer.save(folder / "trainer.safetensors")
+        if ranks.rank == 1:
+            patch.setattr(trainer.worker.places, "load_optimizer", die)
+        with pytest.raises(RanksError, match="lost"):
+            trainer.load(folder / "trainer.safetensors")
+
+
+def die(*_: object) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def kinds_of_moments(inner: dict) -> list[type]:

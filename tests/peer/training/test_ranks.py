@@ -17,6 +17,7 @@ from support.rank_work import (
     memory_of_a_shard,
     memory_of_one_rank,
     moments_of_8_bits,
+    rank_lost_while_loading,
     resume_moments_of_8_bits,
     scaled_trainers,
     too_little_memory,
@@ -61,6 +62,11 @@ def test_ranks_resume_with_adapters_on_a_frozen_model(tmp_path):
     pytest.importorskip("peft")
     write_folder(tmp_path / "base")
     on_ranks(2, adapters_on_ranks, tmp_path, folder=tmp_path)
+
+
+@pytest.mark.slow
+def test_a_rank_lost_while_loading_is_no_fault_of_the_saved_state(tmp_path):
+    on_ranks(2, rank_lost_while_loading, tmp_path, folder=tmp_path, dying=(1,))
 
 
 @pytest.mark.slow

@@ -201,6 +201,7 @@ def held_out_loss(
     batches: Sequence[Tensor],
     ranks: OneRank,
     *,
+    sequences: int,
     between: Callable[[], object],
 ) -> float:
     """Return the mean loss of the synced parameters, with the model that is trained.
@@ -213,6 +214,7 @@ def held_out_loss(
         device: of the model.
         batches: int64 tokens `(B, T + 1)` each.
         ranks: of the worker.
+        sequences: that each device holds at once, the same on all ranks.
         between: called before each batch; an exception from it, on all ranks, ends this.
     """
     places, model = worker.places, worker.model
@@ -224,12 +226,18 @@ def held_out_loss(
         with torch.no_grad(), device.autocast():
             for first in range(0, len(batches), ranks.size):
                 between()
-                # Ranks with no batch left take the last one along: all of them gather parameters.
-                at = first + ranks.rank
-                tokens_BT = batches[min(at, len(batches) - 1)].to(device.device)
-                loss = models.loss_of(model, tokens_BT[:, :-1], tokens_BT[:, 1:])
-                if at < len(batches):
-                    sums += torch.stack((loss.cpu().double(), torch.ones((), dtype=torch.float64)))
+                group = batches[first : first + ranks.size]
+                own = group[ranks.rank : ranks.rank + 1]
+                parts = torch.split(own[0] if own else group[0], sequences)
+                passes = max(-(-len(batch) // sequences) for batch in group)
+                # Ranks with nothing left take some piece along: all of them gather parameters.
+                for number in range(passes):
+                    piece = parts[number % len(parts)]
+                    tokens_BT = device.put(piece)
+                    loss = models.loss_of(model, tokens_BT[:, :-1], tokens_BT[:, 1:])
+                    if own and number < len(parts):
+                        lost = float(loss) * len(piece)
+                        sums += torch.tensor([lost, len(piece)], dtype=torch.float64)
     finally:
         model.train()
         places.load_(model, local[0] if len(local) == 1 else vectors.cat(local))

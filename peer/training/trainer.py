@@ -513,7 +513,14 @@ class Trainer:
         assert self.corpus is not None  # a whole model needs text
         if self._ranks.size > 1:
             texts = validation(self.spec, self.corpus, batches)
-            return held_out_loss(self.worker, self.device, texts, self._ranks, between=between)
+            return held_out_loss(
+                self.worker,
+                self.device,
+                texts,
+                self._ranks,
+                sequences=self.learner.fit.sequences,
+                between=between,
+            )
         if self._evaluator is None or self._evaluator.num_batches != batches:
             self._evaluator = Evaluator(
                 self.learner.model,

@@ -682,6 +682,14 @@ def trainers_on_ranks(folder: Path) -> None:
                 trainer.step()
             before_N = trainer.worker.layout.flatten(trainer.learner.model)
             losses.append(trainer.evaluate(batches=5))  # not a multiple of the ranks
+            trainer.learner.use(Fit(sequences=1))
+            sizes: list[int] = []
+            hook = trainer.learner.model.register_forward_hook(
+                lambda module, given, out, sizes=sizes: sizes.append(len(given[0]))
+            )
+            assert trainer.evaluate(batches=5) == pytest.approx(losses[-1], rel=1e-6)
+            assert sizes == [1] * 2 * 3, "the device holds no whole batch; all make as many passes"
+            hook.remove()
             after_N = trainer.worker.layout.flatten(trainer.learner.model)
             assert torch.equal(before_N, after_N), "what was trained comes back after validation"
             ends.append(after_N)

@@ -3,10 +3,12 @@ import io
 import os
 import socket
 import sys
+from functools import partial
 from unittest.mock import patch
 
 import example_fsdp2
 import pytest
+import torch
 
 from support.ranks import at_once
 
@@ -17,7 +19,9 @@ def example(rank, world, port, arguments, output):
     """Run the script in a process with the environment that torchrun gives it."""
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    without_kernels = partial(torch.compile, backend="aot_eager")  # those need a C++ compiler
     with (
+        patch.object(torch, "compile", without_kernels),
         patch.object(sys, "argv", ["example_fsdp2.py", *arguments]),
         contextlib.redirect_stdout(io.StringIO()) as printed,
     ):
@@ -39,6 +43,15 @@ def losses(world, folder, *arguments):
     at_once([(example, (rank, world, port, arguments, output)) for rank in range(world)])
     lines = [line.split() for line in output.read_text().splitlines() if line.startswith("round")]
     return {int(number): float(loss) for _, number, _, loss in lines}
+
+
+@pytest.mark.exhaustive  # compiling takes longer than training
+def test_a_compiled_loop_has_the_losses_of_a_plain_one(tmp_path):
+    plain, compiled = tmp_path / "plain", tmp_path / "compiled"
+    plain.mkdir()
+    compiled.mkdir()
+    expected = losses(2, plain, "--rounds", "2")
+    assert losses(2, compiled, "--rounds", "2", "--compile") == pytest.approx(expected, abs=0.01)
 
 
 def test_a_loop_with_a_scaler_resumes_on_other_numbers_of_ranks(tmp_path):

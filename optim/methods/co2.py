@@ -24,6 +24,7 @@ from atoll.optim.methods.base import Method, StateFormat, register, require
 from atoll.optim.methods.diloco import DiLoCo
 from atoll.optim.methods.worker import Window, Worker
 from atoll.optim.reducer import Commit, Reducer
+from atoll.optim.state import vectors
 from atoll.optim.state.layout import Fragment
 from atoll.optim.state.outer_state import OuterState
 from atoll.optim.state.outer_step import heavy_ball
@@ -51,12 +52,12 @@ class CO2(Worker):
         return self.synced_N
 
     def _delta(self, index: int, local_F: Tensor) -> Tensor:
-        self._sent_N = self._start_N - local_F + self._owed_N
-        return self._sent_N
+        self._sent_N = vectors.empty(len(local_F))
+        return torch.sub(self._start_N, local_F, out=self._sent_N).add_(self._owed_N)
 
     def _handed_in(self, fragment: Fragment) -> None:
         self._hold_submitted()  # before local is another
-        self._owed_N = torch.zeros_like(self._owed_N)  # all of it is in what was just sent
+        self._owed_N.zero_()  # all of it is in what was just sent
         self._start_N = self.places.held(self.model, self._next_start())
         self.places.load_(self.model, self._start_N)
 
@@ -76,9 +77,7 @@ class CO2(Worker):
         return {
             "start_N": self.places.common(self._start_N),
             "sent_N": self.places.common(self._sent_N),
-            "owed_N": self.places.common(
-                self._owed_N.clone()
-            ),  # the one that later commits change in place
+            "owed_N": self.places.common(self._owed_N),
         }
 
     def _load_own_state(self, state: Mapping[str, Any]) -> None:

@@ -99,33 +99,45 @@ class DiLoCo(Worker):
     def _follow(self, commit: Commit, new_F: Tensor, window: Window) -> None:
         """Move local by the two rules at the top of this module, parameter by parameter."""
         fragment, pending = self.fragments[commit.fragment], window.pending
-        old_F = self._held(commit.fragment)
-        vectors, counts, is_masked = [new_F, old_F], False, False
+        vectors, counts, is_masked = [new_F], False, False
         if pending is not None and commit.included is not None:
             counts, is_masked = True, not bool(commit.included.all())
             if is_masked:
                 vectors.append(fragment.mask(commit.included))
             if pending.local_N is not None:
                 vectors.append(pending.local_N)
+        if not counts or is_masked:  # a GPU gets a copy of each vector
+            vectors.append(self._held(commit.fragment))
         move = partial(self._move_, counts=counts, is_masked=is_masked)
         self.places.change_(self.model, commit.fragment, move, *vectors)
         if pending is not None and pending.local_N is not None and not commit.settles:
             # Another entry of the fragment came first: move the point that is subtracted later too.
+            old_F = self._held(commit.fragment)
             window.pending = replace(pending, local_N=pending.local_N + (new_F - old_F))
 
     def _move_(
-        self, local: Tensor, new: Tensor, old: Tensor, *more: Tensor, counts: bool, is_masked: bool
+        self, local: Tensor, new: Tensor, *given: Tensor, counts: bool, is_masked: bool
     ) -> None:
-        """Move some values; more are the mask of those that count, and local at submission."""
+        """Move some values.
+
+        Args:
+            local: values of the model, which change.
+            new: the same of the commit.
+            given: the mask of those that count if there is one; local at submission if something
+                was trained since; the old synced values unless all count.
+            counts: whether my contribution is in the commit.
+            is_masked: whether it is so for some values alone.
+        """
+        more = list(given)
         if not counts:
-            local.add_(new - old)
+            local.add_(new - more.pop())
             return
-        others = local + (new - old) if is_masked else None
+        others = local + (new - more.pop()) if is_masked else None
+        counted = more.pop(0) if is_masked else None
         # Without a copy of it, nothing was trained since the submission.
-        submitted = more[-1] if len(more) > is_masked else local.clone()
-        self._merge_(local, new, submitted)
-        if others is not None:
-            local.copy_(torch.where(more[0], local, others))
+        self._merge_(local, new, more.pop() if more else local.clone())
+        if counted is not None and others is not None:
+            local.copy_(torch.where(counted, local, others))
 
     def _merge_(self, local: Tensor, new: Tensor, submitted: Tensor) -> None:
         """Set local where my contribution is in: new synced values and what was trained since."""

@@ -20,11 +20,13 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from atoll.compression.scratch import TILE
 from atoll.optim.methods.base import register, require
 from atoll.optim.methods.co2 import CO2
 from atoll.optim.methods.diloco import DiLoCoMethod
 from atoll.optim.methods.worker import Window, Worker
 from atoll.optim.reducer import Commit
+from atoll.optim.state import vectors
 
 
 class Eager(CO2):
@@ -48,13 +50,22 @@ class Eager(CO2):
 
     def _next_start(self) -> Tensor:
         lr, mu = self.method.lr, self.method.momentum
-        # The log's mean has the stale part; the overlay replaces it by the fresh one.
-        fresh_N = self._sent_N / self._members
-        x_N = fresh_N - self._fresh_N
-        self._fresh_N = fresh_N
-        self._overlay_momentum_N = self._overlay_momentum_N * mu + x_N
-        self._overlay_N = self._overlay_N - (x_N + self._overlay_momentum_N * mu) * lr
-        return self.synced_N + self._overlay_N
+        next_N = vectors.empty(len(self._sent_N))
+        kept = (self._fresh_N, self._overlay_momentum_N, self._overlay_N)
+        every = (self._sent_N, self.synced_N, next_N, *kept)
+        # Tile by tile and in place: whole vectors would be seven more.
+        for sent, synced, start, fresh, momentum, overlay in zip(
+            *(torch.split(vector, TILE) for vector in every), strict=True
+        ):
+            # The log's mean has the stale part; the overlay replaces it by the fresh one.
+            x = sent / self._members
+            stale = fresh.clone()
+            fresh.copy_(x)
+            x.sub_(stale)
+            momentum.mul_(mu).add_(x)
+            overlay.sub_(x.add_(momentum * mu).mul_(lr))
+            torch.add(synced, overlay, out=start)
+        return next_N
 
     def _own_state(self) -> dict[str, Any]:
         return super()._own_state() | {

@@ -362,10 +362,15 @@ class Worker(ABC):
         the top, those of others in "fragments". All ranks of a peer call this; the tensors are
         in what the first one gets, whole, so any number of ranks can load them.
         """
-        return self.places.gathered(self.share_dict())
+        state = self.places.gathered(self.share_dict())
+        # A method changes its own vectors in place; all others are replaced.
+        own = {name: state[name] for name in self._own_state()}
+        return state | {k: v.clone() if isinstance(v, Tensor) else v for k, v in own.items()}
 
     def share_dict(self) -> dict[str, Any]:
         """Return what `state_dict` does, of several ranks this one's share, in parts.
+
+        It is for use at once: training on changes some of it.
 
         If the reducer takes synced from a log that is stored, it is left out here, and local is
         stored as its drift, or not at all where it is synced. A window that is saved while it is

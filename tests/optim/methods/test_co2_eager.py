@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from atoll.optim.methods import parse
+from atoll.optim.methods import EagerMethod, parse
+from atoll.optim.methods.eager import Eager
 from atoll.optim.reducer import Commit
 from support.scripted import ScriptedReducer
 from support.toys import TOKENS, Team, adamw, backward, flat, net
@@ -64,6 +65,33 @@ def test_eager_with_one_peer_is_diloco():
     for team in (eager, diloco):
         team.run(range(12))
     torch.testing.assert_close(eager.local(), diloco.local(), rtol=1e-4, atol=1e-5)
+
+
+class PlainEager(Eager):
+    """The rule at the top of the module, vector by vector."""
+
+    def _next_start(self):
+        lr, mu = self.method.lr, self.method.momentum
+        fresh_N = self._sent_N / self._members
+        x_N = fresh_N - self._fresh_N
+        self._fresh_N = fresh_N
+        self._overlay_momentum_N = self._overlay_momentum_N * mu + x_N
+        self._overlay_N = self._overlay_N - (x_N + self._overlay_momentum_N * mu) * lr
+        return self.synced_N + self._overlay_N
+
+
+def test_eager_has_the_bits_of_its_rule_tile_by_tile(monkeypatch):
+    monkeypatch.setattr("atoll.optim.methods.eager.TILE", 7)
+    team = Team(3, "eager", 2, lr=0.7, momentum=0.6, peers=3, codec="int8")
+    monkeypatch.setattr(EagerMethod, "worker_class", PlainEager)
+    plain = Team(3, "eager", 2, lr=0.7, momentum=0.6, peers=3, codec="int8")
+    for each in (team, plain):
+        each.run(range(8))
+    for index in range(3):
+        assert torch.equal(team.local(index), plain.local(index))
+        states = [each.workers[index].state_dict() for each in (team, plain)]
+        for name in ("fresh_N", "overlay_N", "overlay_momentum_N", "start_N", "sent_N"):
+            assert torch.equal(states[0][name], states[1][name])
 
 
 def test_overlay_never_enters_the_common_state():

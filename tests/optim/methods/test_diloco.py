@@ -125,6 +125,24 @@ def test_delta_is_synced_minus_local_and_local_takes_the_commit():
     assert method.statistics().included == 1
 
 
+@pytest.mark.parametrize(("included", "vectors"), [([True, True], 1), ([True, False], 3)])
+def test_old_parameters_go_to_the_model_only_where_they_count(included, vectors, monkeypatch):
+    method, reducer = scripted(width=CELL // 5 + 1_000)  # two cells
+    new_N = torch.full_like(local(method), 0.25)
+    counts = torch.tensor(included)
+    reducer.queue = [[Commit(position=1, params_N=new_N, included=counts, members=3)]]
+    change, given = method.places.change_, []
+
+    def counted(model, index, rule, *values):
+        given.append(len(values))
+        change(model, index, rule, *values)
+
+    monkeypatch.setattr(method.places, "change_", counted)
+    for seed in range(2):
+        train_step(method, seed)
+    assert given == [vectors]  # a GPU holds a copy of each
+
+
 def test_left_out_work_is_in_the_next_contribution_once():
     method, reducer = scripted()
     start_N = local(method)

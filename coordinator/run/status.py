@@ -52,6 +52,8 @@ Count = Annotated[int, Field(ge=0, lt=2**63)]
 Amount = Annotated[float, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0)]
 Seconds = Annotated[dict[Name, Amount], Field(max_length=32)]
+TimeUse = Literal["train", "pause", "outer", "wait", "validate", "save", "other"]
+TimeShares = dict[TimeUse, Fraction]
 Reason = Annotated[str, Field(max_length=200)]
 NAMED_PEERS = 64  # peers that a round names individually; 64 in 512 rounds are about 4 MB
 Reasons = Annotated[dict[Name, Reason], Field(max_length=NAMED_PEERS)]
@@ -231,6 +233,8 @@ class PeerStatus(StatusRecord):
     downlink_use: Fraction = 0.0
     utilisation: Fraction = 0.0
     """Fraction of the time spent training, over its last windows and of its `--share`."""
+    time_shares: TimeShares = field(default_factory=dict)
+    """All of the time by use, as the trainer tells it apart; empty if it does not."""
     last_seen_s: Amount = 0.0
     """Seconds since the coordinator last heard from it."""
     phases: Seconds = field(default_factory=dict)

@@ -41,6 +41,12 @@ class Metrics:
             name: Gauge(f"atoll_peer_{name}", text, ["peer_id"], registry=registry)
             for name, text in _PEER.items()
         }
+        self._time = Gauge(
+            "atoll_peer_time_share",
+            "Fraction of the time by use.",
+            ["peer_id", "use"],
+            registry=registry,
+        )
 
     @classmethod
     @contextlib.contextmanager
@@ -78,3 +84,7 @@ class Metrics:
             gauge.clear()  # forgets the peers that are no longer listed
             for peer in status.peers:
                 gauge.labels(peer.peer_id).set(getattr(peer, name))
+        self._time.clear()
+        for peer in status.peers:
+            for use, share in peer.time_shares.items():
+                self._time.labels(peer.peer_id, use).set(share)

@@ -26,6 +26,7 @@ from typing import Any, Literal
 from atoll.coordinator.run.levels import LOGGING, Level
 from atoll.coordinator.run.phases import RoundPhase
 from atoll.coordinator.run.spec import RunSpec
+from atoll.coordinator.run.status import TimeUse
 from atoll.coordinator.run.text import CleanFormatter, count, loss_text, percent, size
 from atoll.dht.identity import short
 from atoll.optim.methods import MethodError
@@ -130,7 +131,7 @@ class PeerEvent:
     """The outcome of a trainer's work, in a `round`."""
     tokens_per_s: float | None = None
     utilisation: float | None = None
-    time_shares: Mapping[str, float] = field(default_factory=dict)
+    time_shares: Mapping[TimeUse, float] = field(default_factory=dict)
     """Fractions of the time by what the trainer did, over the last windows."""
 
 
@@ -630,6 +631,7 @@ def view_of(trainer: Trainer) -> TrainerView:
         loss=_finite(stats.loss),
         valid_loss=_finite(stats.valid_loss) if stats.valid_is_new else None,
         utilisation=stats.utilisation,
+        time_shares=stats.spent.shares(),
         device=stats.device,
     )
 

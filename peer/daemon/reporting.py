@@ -417,6 +417,7 @@ class Reporter:
             uplink_use=up.use,
             downlink_use=down.use,
             utilisation=_amount(view.utilisation),
+            time_shares={use: round(_amount(share), 4) for use, share in view.time_shares.items()},
             phases=_phases(rounds.last, rounds.encode_s) if rounds.last else {},
             recoveries=self.recoveries,
             partner=rounds.partner,

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from atoll.coordinator.run.status import TimeUse
 from atoll.peer.daemon.options import StageMove
 
 
@@ -51,4 +52,6 @@ class TrainerView:
     loss: float | None = None
     valid_loss: float | None = None
     utilisation: float = 1.0
+    time_shares: dict[TimeUse, float] = field(default_factory=dict)
+    """All of the time by use; empty if it is not told apart."""
     device: str = ""

@@ -5,6 +5,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
+from typing import get_args
+
+from atoll.coordinator.run.status import TimeUse
 
 LOSS_DECAY = 0.95  # averages about the last 20 steps
 WARM_STEPS = 2  # not measured: they fill caches, load kernels and compile
@@ -105,13 +108,16 @@ class TimeSpent:
         """Fraction spent training; 1.0 of nothing."""
         return min(1.0, self.train_s / self.total_s) if self.total_s else 1.0
 
-    def shares(self) -> dict[str, float]:
+    def shares(self) -> dict[TimeUse, float]:
         """Return the fraction of each, and of all that is not told apart as `other`."""
         if not self.total_s:
             return {}
-        names = ("train", "pause", "outer", "wait", "validate", "save")
-        shares = {name: getattr(self, f"{name}_s") / self.total_s for name in names}
-        return shares | {"other": max(0.0, 1.0 - sum(shares.values()))}
+        told: list[TimeUse] = [use for use in get_args(TimeUse) if use != "other"]
+        shares: dict[TimeUse, float] = {
+            use: float(getattr(self, f"{use}_s")) / self.total_s for use in told
+        }
+        shares["other"] = max(0.0, 1.0 - sum(shares.values()))
+        return shares
 
     def minus(self, earlier: TimeSpent) -> TimeSpent:
         """Return what was spent since then."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import resource
 import shutil
 import signal
@@ -374,11 +375,14 @@ def test_metrics(kit: Any, tmp_path: Path) -> None:
     async def main() -> None:
         spec = with_coordinator(kit.SPEC, metrics_listen=f"127.0.0.1:{port}")
         async with kit.net(tmp_path / "run", spec=spec) as net:
-            await net.started()
+            one, *_ = await net.started()
+            shares = {"train": 0.75, "wait": 0.25}
+            await one.heartbeat(net.swarm.status(0, time_shares=shares))
             await asyncio.sleep(0.6)
             address = f"http://127.0.0.1:{port}/metrics"
             read = await asyncio.to_thread(lambda: urllib.request.urlopen(address).read())
             assert b"atoll_run_peers 3.0" in read and b"atoll_peer_last_seen_s{" in read
+            assert re.search(rb'atoll_peer_time_share\{peer_id=".*",use="train"\} 0.75', read)
 
     kit.run(main())
 

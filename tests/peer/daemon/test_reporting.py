@@ -1,16 +1,18 @@
 """What a peer says about itself."""
 
 from dataclasses import replace
+from typing import get_args
 
 import pytest
 
-from atoll.coordinator.run.status import FlowStatus, RoundReport
+from atoll.coordinator.run.status import FlowStatus, RoundReport, TimeUse
 from atoll.dht.tasks import end
 from atoll.dht.testing.memory import run_virtual
 from atoll.peer.daemon.options import LinkRates
 from atoll.peer.daemon.reporting import MAX_KEPT, MAX_LEFT_OUT, MAX_TEXT, Outbox, Reporter
 from atoll.peer.daemon.views import TrainerView
 from atoll.peer.pipeline.tallies import HopStatistics
+from atoll.peer.training.statistics import TimeSpent
 from support.environment import environment, rounds_view, started
 from support.swarm import Swarm
 
@@ -115,6 +117,16 @@ def test_a_rate_that_is_no_number_is_none(tmp_path):
 
     broken = TrainerView(tokens_per_s=float("nan"), utilisation=float("inf"))
     with_reporter(tmp_path, use, view=broken)
+
+
+def test_the_time_of_a_trainer_is_told_apart(tmp_path):
+    async def use(reporter, peer):
+        shares = (await reporter.status()).time_shares
+        some = {"train": 0.9, "wait": 0.0667, "other": 0.0333}
+        assert shares == dict.fromkeys(get_args(TimeUse), 0.0) | some
+
+    spent = TimeSpent(total_s=30.0, train_s=27.0, wait_s=2.0)
+    with_reporter(tmp_path, use, view=TrainerView(time_shares=spent.shares()))
 
 
 def test_its_state_says_what_a_peer_is_about(tmp_path):

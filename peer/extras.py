@@ -16,6 +16,7 @@ PACKAGE_OF = {
     "pyarrow": "pyarrow",
     "textual": "textual",
     "tokenizers": "tokenizers",
+    "torchao": "torchao",
     "transformers": "transformers",
 }
 

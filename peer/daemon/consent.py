@@ -410,6 +410,8 @@ class Consent:
         """Refuse a run that could not train here, before its owner is asked."""
         spec = self._own_spec(terms.spec)
         self._allowed.expect(spec)
+        if spec.inner.state == "8bit":
+            extra("torchao.optim", "inner.state = '8bit'")
         if self._is_sent(spec):
             extra("tokenizers", "the run's tokenizer")
         else:

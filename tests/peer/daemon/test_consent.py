@@ -6,8 +6,10 @@ import os
 import pty
 import shutil
 import stat
+import sys
 import threading
 import time
+from dataclasses import replace
 from types import SimpleNamespace
 
 import psutil
@@ -30,7 +32,7 @@ from atoll.peer.daemon.consent import (
     request_of,
     round_bytes,
 )
-from atoll.peer.errors import DataError, ModelError
+from atoll.peer.errors import DataError, ExtraMissing, ModelError
 from atoll.peer.lab import plan
 from atoll.peer.paths import PeerPaths
 from atoll.peer.training.permission import Allowed, with_own_files
@@ -113,6 +115,15 @@ def test_a_run_that_its_gpu_cannot_hold_is_refused(tmp_path):
         owner.admit(run)
     assert owner.asked == 0
     Owner(tmp_path, gpu_bytes=least).admit(run)
+
+
+def test_a_run_in_8_bits_is_refused_where_their_package_is_missing(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "torchao.optim", None)
+    owner, run = Owner(tmp_path), terms_of(inner={"state": "8bit"})
+    with pytest.raises(ExtraMissing, match=r"needs the package 'torchao'.*pip install torchao"):
+        owner.admit(run)
+    assert owner.asked == 0
+    owner.admit(replace(run, is_keeper=True))  # which trains nothing
 
 
 def test_a_state_on_the_disk_fits_where_one_in_memory_does_not(tmp_path, monkeypatch):

@@ -176,7 +176,10 @@ def _opened(path: Path) -> Iterator[tuple[Mapping[str, str], Any]]:
             yield _checked_format(path, file.metadata() or {}), file
     except OSError as error:
         reason = error.strerror or str(error).removesuffix(f": {path}")
-        raise CheckpointError(f"{path}: cannot be read: {reason}") from None
+        raise CheckpointError(
+            f"{path}: cannot be read: {reason}; name a file of the folder checkpoints in the "
+            "coordinator's state directory"
+        ) from None
     except safetensors.SafetensorError as error:
         raise CheckpointError(
             f"{path}: not an intact safetensors file ({error}); use an earlier checkpoint"

@@ -203,7 +203,10 @@ def test_a_checkpoint_that_is_not_there_is_named_once(tmp_path: Path) -> None:
     path = tmp_path / "nowhere.safetensors"
     with pytest.raises(CheckpointError) as caught:
         load_checkpoint(path)
-    assert str(caught.value) == f"{path}: cannot be read: No such file or directory"
+    assert str(caught.value) == (
+        f"{path}: cannot be read: No such file or directory; name a file of the folder "
+        "checkpoints in the coordinator's state directory"
+    )
 
 
 def test_a_header_is_what_the_whole_checkpoint_says(tmp_path: Path) -> None:

@@ -2,21 +2,27 @@
 
 import pytest
 
+from atoll.optim import methods
 from support.rank_work import METHODS, MOST_METHODS, some_methods, train_and_save, with_methods
 from support.ranks import on_ranks
 
 pytestmark = pytest.mark.slow
 
 
-@pytest.mark.parametrize(
-    "methods",
-    [
-        pytest.param(MOST_METHODS, id="most"),
-        pytest.param(METHODS, id="every", marks=pytest.mark.exhaustive),
-    ],
-)
-def test_two_ranks_have_the_bits_of_one_process(methods, tmp_path):
-    on_ranks(2, with_methods, methods, folder=tmp_path)
+def test_two_ranks_have_the_bits_of_one_process(tmp_path):
+    on_ranks(2, with_methods, MOST_METHODS, folder=tmp_path)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("spec", METHODS)
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_any_number_of_ranks_has_them_with_every_method(world, spec, tmp_path):
+    on_ranks(world, with_methods, [spec], folder=tmp_path)
+
+
+def test_every_method_with_a_common_state_is_among_them():
+    logged = {name for name in methods.names() if methods.parse(name).logged}
+    assert {methods.parse(spec).name for spec in METHODS} == logged
 
 
 @pytest.mark.parametrize("world", [3, pytest.param(4, marks=pytest.mark.exhaustive)])

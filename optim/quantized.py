@@ -100,9 +100,9 @@ def shard_of(moment: Mapping[str, Any], param: Tensor) -> Any:  # noqa: ANN401 -
         return values
     own = torch.zeros_like(param, dtype=codes.dtype)
     dtensors.put_whole_(own, codes)
-    rows, blocks_per_row = dtensors.rows_here(param, 0), len(scale) / len(codes)
-    start, stop = int(rows[0]) * blocks_per_row, (int(rows[-1]) + 1) * blocks_per_row
-    return {**moment, "codes": own, "scale": scale[round(start) : round(stop)]}
+    rows, width = dtensors.rows_here(param, 0), dtensors.inner_stride(param, 0)
+    start, stop = int(rows[0]) * width // BLOCK, (int(rows[-1]) + 1) * width // BLOCK
+    return {**moment, "codes": own, "scale": scale[start:stop]}
 
 
 def _is_in_blocks(param: Tensor) -> bool:

@@ -1,4 +1,4 @@
-"""A peer of several processes against a real coordinator, one of which is killed."""
+"""Peers of several processes against a real coordinator: one is killed, or the model is cut."""
 
 import json
 import os
@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
 import psutil
 import pytest
@@ -14,17 +15,23 @@ from atoll.peer.daemon.launching import LOST, SMALLER, environment, is_lost
 from support.organiser import LOOPBACK
 
 TIMEOUT_S = 90
+ROUNDS = 4
+ATOLL = ("-m", "atoll.peer.cli.main")
+CUT_PEER = Path(__file__).parents[2] / "support" / "cut_peer.py"
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node")
 
 
 class Child:
-    """`atoll peer --ranks`, and the events that it prints."""
+    """`atoll peer`, and the events that it prints."""
 
-    def __init__(self, invite, state_dir, ranks, text):
-        command = [sys.executable, "-m", "atoll.peer.cli.main", "peer", str(invite), "--json"]
-        command += ["--yes", "--device", "cpu", "--ranks", str(ranks), "--listen", *LOOPBACK]
-        command += ["--data", str(text), "--share", "0.3"]
+    def __init__(self, invite, state_dir, text, *words, program=ATOLL):
+        command = [sys.executable, *map(str, program), "peer", str(invite), "--json", "--yes"]
+        command += ["--device", "cpu", "--data", str(text), "--listen", *LOOPBACK, *words]
         self.process = subprocess.Popen(
-            [*command, "--state-dir", str(state_dir)], stdout=subprocess.PIPE, text=True
+            [*command, "--state-dir", str(state_dir)],
+            stdout=subprocess.PIPE,
+            text=True,
+            env=os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
         )
         self.events = []
         threading.Thread(target=self._read, daemon=True).start()
@@ -48,13 +55,45 @@ class Child:
         self.process.stdout.close()
 
 
+@pytest.fixture
+def text(tmp_path):
+    path = tmp_path / "text.txt"
+    path.write_text("the closed ring of a low coral island. " * 2000)
+    return path
+
+
+@pytest.mark.slow
+@pytest.mark.exhaustive
+@pytest.mark.timeout(300)
+def test_peers_of_one_rank_and_of_two_cut_by_torchrun_share_a_log(organise, kit, text, tmp_path):
+    organiser = organise(kit.tiny_spec(run={"rounds": ROUNDS}, round={"min_peers": 2}))
+    invite = organiser.invite.encode()
+    alone = Child(invite, tmp_path / "alone", text)
+    cut = Child(invite, tmp_path / "cut", text, program=(*TORCHRUN, 2, CUT_PEER))
+    try:
+        assert alone.process.wait(TIMEOUT_S) == cut.process.wait(TIMEOUT_S) == 0
+        assert cut.said("cut", "test") == 2
+        status = organiser.status()
+        assert (status.state, status.position) == ("finished", ROUNDS)
+        assert {peer.device for peer in status.peers} == {"cpu", "2 x cpu"}
+        assert [each.members for each in status.history] == [2] * ROUNDS
+        assert [each.left_out for each in status.history] == [[]] * ROUNDS
+        assert {(peer.chain, peer.state_position) for peer in status.peers} == {
+            (status.chain, ROUNDS)
+        }
+        root = organiser.up.coordinator.log.replica.state.root().hex()
+        assert {peer.state_digest for peer in status.peers} == {root}
+    finally:
+        alone.end()
+        cut.end()
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_a_peer_of_two_ranks_starts_again_when_one_is_killed(organise, kit, tmp_path):
+def test_a_peer_of_two_ranks_starts_again_when_one_is_killed(organise, kit, text, tmp_path):
     organiser = organise(kit.tiny_spec(run={"rounds": 0}))
-    text = tmp_path / "text.txt"
-    text.write_text("the closed ring of a low coral island. " * 2000)
-    child = Child(organiser.invite.encode(), tmp_path / "peer", 2, text)
+    invite = organiser.invite.encode()
+    child = Child(invite, tmp_path / "peer", text, "--ranks", "2", "--share", "0.3")
     try:
         kit.until(lambda: organiser.status().position >= 1, "a round of the ranks", TIMEOUT_S)
         (peer,) = organiser.status().peers

@@ -32,6 +32,16 @@ def test_a_dry_run_with_processes_has_equal_bits(tmp_path, capsys):
     assert bits["rows"][-1]["rounds"] == gpu.gpu_runs.TINY_PLAN.rounds
 
 
+@pytest.mark.exhaustive  # four processes for a minute
+@pytest.mark.timeout(600)
+def test_a_dry_run_kills_a_peer_which_comes_back(tmp_path, capsys):
+    assert gpu.main(["--dry-run", "--out", str(tmp_path), "--json", "--only", "peers"]) == 0
+    (peers,) = json.loads(capsys.readouterr().out)
+    (row,) = peers["rows"]
+    assert row["killed"] and row["recovered"] == 1
+    assert all(check["is_met"] for check in peers["checks"])
+
+
 def found(**changes):
     check = gpu.gpu_results.Check(name="bits", got="other", expected="equal", is_met=False)
     return gpu.Found(**({"rows": [{"a": 1}], "checks": [check]} | changes))

@@ -21,7 +21,7 @@ import gpu_results
 import gpu_runs
 import gpu_steps
 from circumstances import commit, today
-from gpu_place import DRY, ROOT, Place, dry_run, gpu
+from gpu_place import ROOT, Place, dry_run, gpu
 from gpu_results import Found, Kept, Outcome
 
 from atoll.peer.errors import DeviceError
@@ -66,13 +66,9 @@ def bits(call: Call) -> Found:
 
 
 def peers(call: Call) -> Found:
-    """Train four peers on one GPU, and kill one; a dry run has had its processes for `bits`."""
-    if not call.place.is_dry:
-        return gpu_runs.processes(call.place, gpu_runs.FOUR_PLAN, call.folder)
-    kept = Kept(call.folder / FILE).of(commit(), DRY).get("bits")
-    if kept is None:
-        return gpu_runs.processes(call.place, gpu_runs.TINY_PLAN, call.folder)
-    return Found(rows=[row for row in kept.rows if "peers" in row])
+    """Train peers on one GPU, and kill one."""
+    plan = gpu_runs.TINY_KILLED_PLAN if call.place.is_dry else gpu_runs.FOUR_PLAN
+    return gpu_runs.processes(call.place, plan, call.folder)
 
 
 def mfu(preset: str, call: Call) -> Found:

@@ -7,7 +7,7 @@ import sys
 import time
 from collections.abc import Mapping
 from contextlib import nullcontext, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from gpu_place import ROOT, Place, activity
@@ -86,7 +86,7 @@ FOUR_PLAN = Plan(
 )
 TINY_PLAN = Plan(
     presets=("nano",),
-    peers=2,  # of which none is killed: one alone has no quorum
+    peers=2,
     rounds=3,
     inner_steps=2,
     batch_size=1,
@@ -95,6 +95,14 @@ TINY_PLAN = Plan(
     overrides=TINY_MODEL,
     source=TINY_TEXT,
     program=MIXED,
+)
+TINY_KILLED_PLAN = replace(
+    TINY_PLAN,
+    peers=3,  # two are a quorum without the one that is killed
+    rounds=18,  # most of them while it starts again
+    inner_steps=100,
+    kills=True,
+    program=ATOLL,
 )
 
 

@@ -6,33 +6,40 @@ import pytest
 
 gpu = pytest.importorskip("gpu", reason="needs a checkout: an sdist has no scripts")
 
-HERE = ["codecs", "window", "mfu-1b", "ddp", "diloco", "streaming"]  # without other processes
+BESIDE = ("bits", "peers")  # steps that start peers
 
 
-@pytest.mark.parametrize(
-    "steps", [HERE[:2], pytest.param(HERE, marks=pytest.mark.exhaustive)], ids=["few", "all"]
-)
-def test_a_dry_run_keeps_its_rows_and_repeats_nothing(tmp_path, capsys, steps):
+@pytest.mark.parametrize("step", [step.name for step in gpu.STEPS if step.name not in BESIDE])
+def test_a_dry_run_keeps_its_rows_and_repeats_nothing(step, tmp_path, capsys):
     words = ["--dry-run", "--out", str(tmp_path)]
-    assert gpu.main([*words, "--json", "--only", *steps]) == 0
-    outcomes = json.loads(capsys.readouterr().out)
-    assert [outcome["step"] for outcome in outcomes] == steps
-    assert all(outcome["rows"] and outcome["is_complete"] for outcome in outcomes)
+    assert gpu.main([*words, "--json", "--only", step]) == 0
+    (outcome,) = json.loads(capsys.readouterr().out)
+    assert outcome["step"] == step and outcome["is_complete"]
+    row, *_ = outcome["rows"]
+    assert step != "tests" or row["skipped"] == row["tests"] > 0
     file = tmp_path / gpu.FILE
     kept = file.read_bytes()
-    assert gpu.main([*words, "--only", *steps]) == 0
+    assert gpu.main([*words, "--only", step]) == 0
     assert file.read_bytes() == kept
 
 
-@pytest.mark.exhaustive  # three processes for half a minute; the other steps run always
+@pytest.mark.exhaustive  # three processes for half a minute
 @pytest.mark.timeout(240)
 def test_a_dry_run_with_processes_has_equal_bits(tmp_path, capsys):
-    words = ["--dry-run", "--out", str(tmp_path), "--json", "--only", "tests", "bits", "peers"]
-    assert gpu.main(words) == 0
-    tests, bits, peers = json.loads(capsys.readouterr().out)
-    assert tests["rows"][0]["skipped"] == tests["rows"][0]["tests"] > 0
+    assert gpu.main(["--dry-run", "--out", str(tmp_path), "--json", "--only", "bits"]) == 0
+    (bits,) = json.loads(capsys.readouterr().out)
     assert all(check["is_met"] for check in bits["checks"])
-    assert peers["rows"][0]["rounds"] == gpu.gpu_runs.TINY_PLAN.rounds
+    assert bits["rows"][-1]["rounds"] == gpu.gpu_runs.TINY_PLAN.rounds
+
+
+@pytest.mark.exhaustive  # four processes for a minute
+@pytest.mark.timeout(600)
+def test_a_dry_run_kills_a_peer_which_comes_back(tmp_path, capsys):
+    assert gpu.main(["--dry-run", "--out", str(tmp_path), "--json", "--only", "peers"]) == 0
+    (peers,) = json.loads(capsys.readouterr().out)
+    (row,) = peers["rows"]
+    assert row["killed"] and row["recovered"] == 1
+    assert all(check["is_met"] for check in peers["checks"])
 
 
 def found(**changes):

@@ -114,7 +114,7 @@ class TimeSpent:
             return {}
         told: list[TimeUse] = [use for use in get_args(TimeUse) if use != "other"]
         shares: dict[TimeUse, float] = {
-            use: getattr(self, f"{use}_s") / self.total_s for use in told
+            use: float(getattr(self, f"{use}_s")) / self.total_s for use in told
         }
         shares["other"] = max(0.0, 1.0 - sum(shares.values()))
         return shares

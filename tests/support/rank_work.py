@@ -451,7 +451,9 @@ def trainer_on_ranks(
         ranks = SeveralRanks(Ranks(timeout_s=60))
         spec = spec_to_train().model_dump(mode="json")
         spec |= {"inner": spec["inner"] | inner} | ({"model": model} if model else {})
-        spec = with_digests(RunSpec.from_dict(spec), None)
+        spec = RunSpec.from_dict(spec)
+        if spec.model.init is not None:
+            spec = with_digests(spec, None)
         options = TrainerOptions(
             peer_id="one",
             device="cpu",

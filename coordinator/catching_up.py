@@ -127,6 +127,8 @@ class CatchUp:
         # A replica that diverged no longer updates its state: only its log can fall behind.
         replica = self._replica
         position = replica.position if replica.diverged else replica.state.position
+        if furthest <= position:
+            self._stuck_since_s = None  # those that come next may have what is missing
         self._take_damaged()
         if self._tries_for_damaged:
             furthest = max(furthest, position + 1)

@@ -10,6 +10,7 @@ import asyncio
 from collections.abc import Callable
 
 from atoll.coordinator.run.levels import Level
+from atoll.dht.tasks import Tasks
 from atoll.optim.log.mending import Damage, Scrub
 from atoll.optim.log.replica import DISK_ERRORS, LiveReplica
 from atoll.optim.log.store import StoreError
@@ -28,6 +29,7 @@ class Scrubbing:
         self._log_event = report
         self._scrub = Scrub(replica.store)
         self._due_s: float | None = None
+        self._tasks = Tasks()
         self._task: asyncio.Task[None] | None = None
 
     def look(self, now_s: float) -> None:
@@ -35,7 +37,7 @@ class Scrubbing:
         if self._due_s is None:
             self._due_s = now_s + PASS_S
         if now_s >= self._due_s and (self._task is None or self._task.done()):
-            self._task = asyncio.create_task(self._step(now_s))
+            self._task = self._tasks.spawn(self._step(now_s))
 
     async def close(self) -> None:
         """Wait for the end of the step under way, which reads the store."""

@@ -160,6 +160,8 @@ class CoordinatorClient(StatusClient):
     ) -> None:
         super().__init__(invite)
         self.clock_offset_s = 0.0
+        self.clock_error_s = 0.0
+        """by how much that may be wrong at most: half of the call in which it was measured"""
         self.module = module
         """The module whose log this peer follows, or asks for; if empty, joining sets it."""
         self._identity = identity
@@ -199,8 +201,7 @@ class CoordinatorClient(StatusClient):
         identity = self._identity
         asked_s = self._clock()
         challenge = await self._call("Challenge", pb.ChallengeRequest(peer_id=identity.peer_id))
-        # The reply's time is taken for the middle of the call, as in NTP.
-        self.clock_offset_s = challenge.server_time_s - (asked_s + self._clock()) / 2
+        self._measure_clock(challenge.server_time_s, asked_s)
         reply = await self._call("Join", self._join_request(identity, challenge.nonce))
         joined = self._read_joined(reply)
         self.module = joined.module
@@ -208,6 +209,12 @@ class CoordinatorClient(StatusClient):
         self._epoch = reply.epoch
         self._take_evicted(reply.evicted)
         return joined
+
+    def _measure_clock(self, server_time_s: float, asked_s: float) -> None:
+        answered_s = self._clock()
+        # The reply's time is taken for the middle of the call, as in NTP.
+        self.clock_offset_s = server_time_s - (asked_s + answered_s) / 2
+        self.clock_error_s = abs(answered_s - asked_s) / 2
 
     async def probe(self, port: int, nonce: bytes) -> tuple[str, bool]:
         """Let the coordinator dial this peer back, which then sends `nonce`.
@@ -252,7 +259,7 @@ class CoordinatorClient(StatusClient):
         )
         asked_s = self._clock()
         reply = await self._call("Heartbeat", request)
-        self.clock_offset_s = reply.server_time_s - (asked_s + self._clock()) / 2
+        self._measure_clock(reply.server_time_s, asked_s)
         self._epoch = reply.epoch or self._epoch
         self._take_evicted(reply.evicted)
         return Beat(

@@ -247,7 +247,8 @@ def checked_body(store: LogStore, position: int) -> Iterator[bytes]:
     else:
         if parts.are_whole:
             return
-    store.drop_damaged(position)
+    if not store.drop_damaged(position, record.entry):
+        raise NotStored(f"entry {position} was replaced while its body was read")
     raise Damaged(f"the body of entry {position} was damaged on the disk: ask another peer")
 
 

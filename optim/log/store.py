@@ -639,11 +639,19 @@ class LogStore:
             for position in positions:
                 self._drop_body(position)
 
-    def drop_damaged(self, position: int) -> None:
-        """Drop a body that was found to be damaged while the log is in use."""
-        self.drop_bodies([position])
+    def drop_damaged(self, position: int, entry: bytes) -> bool:
+        """Drop the body of an entry that was found damaged while the log is in use.
+
+        Returns:
+            False if the log went back meanwhile, and another entry is there: nothing is dropped.
+        """
         with self._lock:
+            record = self.get(position)
+            if record is None or record.entry != entry:
+                return False
+            self.drop_bodies([position])
             self._damaged.append(position)
+            return True
 
     def take_damaged(self) -> list[int]:
         """Return the positions of such bodies, each once, oldest first."""

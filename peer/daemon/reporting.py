@@ -39,6 +39,7 @@ from atoll.coordinator.run.status import (
     PeerStatus,
     RoundReport,
 )
+from atoll.dht import clock
 from atoll.dht.addresses import peer_of
 from atoll.dht.roster import RecordError
 from atoll.dht.wirecount import WireCounter
@@ -576,6 +577,7 @@ class Heartbeats:
             if evidence:
                 outbox.evidence.appendleft(evidence)
             raise
+        clock.follow(self._env.client.clock_offset_s, self._env.client.clock_error_s)
         self._listener.note_head(beat.head)
         if beat.admission:  # renewed at half its life; empty in most answers
             self._env.node.transport.admission = beat.admission

@@ -192,7 +192,7 @@ def test_an_update_that_rots_while_the_log_is_in_use_comes_back(long_log: Log) -
     async def main() -> None:
         catching_up = watched(whole, recovering(donor), told)
         catching_up.look(9, 0.0)
-        whole.store.drop_damaged(7)
+        whole.store.drop_damaged(7, long_log.entries[7][0].entry.encode())
         catching_up.look(9, 1.0)
         assert whole.store.gaps() == [(7, 8)]
         catching_up.look(9, 1.0 + LAG_S)
@@ -212,7 +212,7 @@ def test_one_that_nobody_has_is_bridged_by_the_state_at_the_head(long_log: Log) 
     async def main() -> None:
         catching_up = watched(whole, recovering(donor), [])
         catching_up.look(9, 0.0)
-        whole.store.drop_damaged(7)
+        whole.store.drop_damaged(7, long_log.entries[7][0].entry.encode())
         catching_up.look(9, LAG_S)
         await catching_up._task
         await catching_up.close()
@@ -222,7 +222,7 @@ def test_one_that_nobody_has_is_bridged_by_the_state_at_the_head(long_log: Log) 
 
 
 def test_it_is_stuck_once_peers_have_long_had_no_way(long_log: Log) -> None:
-    answers = [NoWay("nobody has it"), NoWay("nobody has it"), NoDonor("a line broke")]
+    answers = [*(NoWay("nobody has it") for _ in range(3)), NoDonor("a line broke")]
 
     async def fails(replica: LiveReplica, on_taken: Callable[[int], None]) -> None:
         raise answers.pop(0)
@@ -240,7 +240,11 @@ def test_it_is_stuck_once_peers_have_long_had_no_way(long_log: Log) -> None:
         assert not catching_up.is_stuck(9.0 + STUCK_S) and catching_up.is_stuck(10.0 + STUCK_S)
         await look(20.0)
         assert catching_up.is_stuck(10.0 + STUCK_S)
-        await look(30.0)
+        catching_up.look(3, 21.0)
+        assert not catching_up.is_stuck(10.0 + STUCK_S)  # those have gone, and others may come
+        await look(26.0)
+        assert catching_up.is_stuck(26.0 + STUCK_S)
+        await look(36.0)
         assert not catching_up.is_stuck(10.0 + STUCK_S)  # it was the line: one may have it
         await catching_up.close()
 

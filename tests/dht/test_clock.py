@@ -25,6 +25,14 @@ def test_hivemind_follows_the_learnt_offset(an_hour_off):
     assert clock.now_s() - time.time() == pytest.approx(3600, abs=1)
 
 
+def test_a_jump_is_followed_and_a_slow_call_is_not(an_hour_off):
+    clock.follow(3605.0, 5.0)  # the call took so long that nothing need have jumped
+    clock.follow(3600.9, 0.01)
+    assert clock.now_s() - time.time() == pytest.approx(3600, abs=0.1)
+    clock.follow(3496.0, 5.0)
+    assert clock.now_s() - time.time() == pytest.approx(3496, abs=0.1)
+
+
 def test_hivemind_leaves_logging_alone():
     assert logging.getLevelName(logging.WARNING) == "WARNING"
     assert logging.getLogger("hivemind").handlers == []

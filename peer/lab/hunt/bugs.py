@@ -13,7 +13,7 @@ from torch import Tensor
 
 from atoll.coordinator.run import admission
 from atoll.coordinator.service import service
-from atoll.optim.log import replica, store
+from atoll.optim.log import mending, replica, store
 from atoll.optim.log.store import LogStore
 from atoll.optim.reduction.contribution import Feedback, Offer
 from atoll.peer.daemon.keeping import KeptBallots
@@ -64,8 +64,10 @@ def _unwritten_promise() -> Broken:
 
 
 def _unverified_body() -> Broken:
-    """A body is sent and taken without its digest, so a damaged disk reaches the others."""
+    """No body is compared with its digests, so what a disk has spoiled counts as the update."""
     return [
+        (mending, "split_body", lambda entry, body: []),
+        (mending, "checked_body", LogStore.body_chunks),
         (replica, "split_body", lambda entry, body: []),
         (fetching, "checked_body", LogStore.body_chunks),
         (service, "checked_body", LogStore.body_chunks),

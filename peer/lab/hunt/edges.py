@@ -33,6 +33,7 @@ from typing import Any, ParamSpec, TypeVar
 from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 
+from atoll.dht import clock
 from atoll.dht.testing.virtualtime import VirtualTimeLoop
 
 P = ParamSpec("P")
@@ -194,6 +195,13 @@ class Edges:
         """Return seconds since 1970 by the run's clock, as the machine knows it."""
         machine = MACHINE.get()
         return self.wall_s() + (machine.clock_offset_s if machine else 0.0)
+
+    def follow(self, offset_s: float, error_s: float) -> None:
+        """Take over how far the run's clock is ahead of the machine's, if that has jumped."""
+        machine = living()
+        jump_s = clock.JUMP_S + error_s
+        if machine is not None and abs(offset_s - machine.clock_offset_s) > jump_s:
+            machine.clock_offset_s = offset_s
 
     def urandom(self, count: int) -> bytes:
         """Return bytes from the seed."""

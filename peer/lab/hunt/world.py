@@ -619,6 +619,7 @@ class World:
             (server, "_listen", self.listen),
             (channel, "pinned_channel", self.channel),
             (clock, "now_s", edges.run_clock_s),
+            (clock, "follow", edges.follow),
             *((module, "Ed25519PublicKey", signatures) for module in VERIFYING),
             (peer_module, "new_incarnation", edges.incarnation),
             (keeping, "new_incarnation", edges.incarnation),

@@ -55,6 +55,28 @@ def test_a_damaged_body_is_given_to_nobody_and_dropped(log: Log, damage: str) ->
     assert b"".join(checked_body(store, 3)) == log.entries[3][1]
 
 
+def test_a_body_that_is_replaced_while_it_is_read_is_not_damaged(log: Log) -> None:
+    store = log.whole.store
+    old, body = store.headers(8, 1)[0], log.entries[8][1]
+    reading = checked_body(store, 8)
+    other = old.entry[:-1] + bytes([old.entry[-1] ^ 1])
+    whole = store.get
+
+    def read_before_the_change(position: int) -> object:
+        store.get = whole
+        store.rewind(8)
+        wrong = bytes([body[0] ^ 1]) + body[1:]
+        store.append(
+            epoch=old.epoch, position=8, entry=other, certificate=b"", body=wrong, chain=old.chain
+        )
+        return old
+
+    store.get = read_before_the_change
+    with pytest.raises(NotStored, match="was replaced"):
+        list(reading)
+    assert store.take_damaged() == [] and store.headers(8, 1)[0].has_body
+
+
 def test_a_scrub_finds_what_has_rotted_piece_by_piece(log: Log) -> None:
     store, folder = log.whole.store, log.folder / "whole"
     scrub = Scrub(store)

@@ -497,16 +497,20 @@ def test_a_root_that_the_runs_key_did_not_sign_proves_nothing(tmp_path: Path) ->
         each.store.close()
 
 
+def lose(log: Log, position: int) -> None:
+    assert log.whole.store.drop_damaged(position, log.entries[position][0].entry.encode())
+
+
 def test_a_ledger_bridges_an_update_that_its_disk_has_lost(tmp_path: Path) -> None:
     """Else nobody could get to its state from what it has stored: not itself after a restart."""
     log = Log(tmp_path, swarm=kit.Swarm(), keys=KEYS)
     log.grow(9)
     before = log.whole.store.snapshot_positions()
     log.whole.bridge_gap()
-    log.whole.store.drop_damaged(before[-1] - 1)
+    lose(log, before[-1] - 1)
     log.whole.bridge_gap()
     assert log.whole.store.snapshot_positions() == before  # one lies after the gap
-    log.whole.store.drop_damaged(8)
+    lose(log, 8)
     log.whole.bridge_gap()
     assert log.whole.store.snapshot_positions()[-1] == 9
     log.whole.store.close()

@@ -1,6 +1,7 @@
 """A peer and its coordinator: the log, the replica and the rounds are real, the client is not."""
 
 import asyncio
+import time
 import types
 
 import grpc
@@ -9,6 +10,7 @@ import pytest
 from atoll.coordinator.rpc.client import Beat, Published
 from atoll.coordinator.rpc.client_errors import CoordinatorUnreachable, NotWelcome
 from atoll.coordinator.run.status import PeerStatus
+from atoll.dht import clock
 from atoll.dht.tasks import end
 from atoll.dht.testing.memory import run_virtual
 from atoll.optim.log.store import StoreHead
@@ -31,6 +33,7 @@ class Client:
         self.beats, self.published, self.joins = [], [], 0
         self.refuse_from = 1 << 40  # entries from here on do not get through
         self.evictions = b""
+        self.clock_offset_s = self.clock_error_s = 0.0
 
     async def heartbeat(self, status, *, events, traces, leaving, retired, roster=b"", evidence):
         if self.failures:
@@ -118,6 +121,18 @@ def test_a_list_of_evictions_is_kept_with_each_answer(tmp_path):
         assert peer.evictions == [b"list"]
 
     with_peer(tmp_path, use)
+
+
+def test_a_clock_that_has_jumped_is_followed(tmp_path):
+    async def use(peer):
+        peer.client.clock_offset_s = -104.0
+        await peer.heartbeats.beat()
+        assert clock.now_s() - time.time() == pytest.approx(-104.0, abs=1.0)
+
+    try:
+        with_peer(tmp_path, use)
+    finally:
+        clock.set_offset(0.0)
 
 
 def test_evidence_is_handed_in_once_although_a_heartbeat_fails(tmp_path):

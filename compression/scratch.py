@@ -66,8 +66,11 @@ def tiles_of_matrices() -> int:
 
 
 def tiles_in_cache() -> int:
-    """Return how many tiles pass after pass takes at once: one a thread, in its L2 cache."""
-    return min(MAX_TILES, torch.get_num_threads())
+    """Return how many tiles pass after pass takes at once: one, which its L2 cache holds.
+
+    Of several threads each call waits for the slowest, which costs more than the cache gives.
+    """
+    return MAX_TILES if torch.get_num_threads() > 1 else 1
 
 
 def frame_buffer(length: int) -> bytearray:

@@ -413,7 +413,7 @@ class Feedback:
         return Offer(weight=weight, frames=tuple(frames), squares=tuple(squares), after_N=after_N)
 
     def _goes_in_steps(self, codec: Codec, dims: Dims) -> TypeGuard[Int8]:
-        """Return whether pieces of this shape take all passes while they are in cache."""
+        """Return whether pieces of this shape may take all passes while they are in cache."""
         on_cpu = self._device == CPU
         return on_cpu and isinstance(codec, Int8) and codec.goes_in_steps(dims)
 

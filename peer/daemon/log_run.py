@@ -336,8 +336,9 @@ class LogRun:
         if not self._catching_up.is_running:
             members = [member.peer_id for member in settled.applied.entry.members]
             self._env.company.decided(members, self._env.me.peer_id)
-        # What a recovery brings is of rounds that this peer was not in.
-        self.reporter.trace(settled, is_recovered=self._catching_up.is_running)
+        # What a recovery brings is of rounds that this peer was not in; an order takes no work.
+        if entry.kind != "control":
+            self.reporter.trace(settled, is_recovered=self._catching_up.is_running)
 
     def _on_recovered(self) -> None:
         self.reporter.recoveries += 1

@@ -364,7 +364,7 @@ def _train(options: RunOptions, reducer: SeatReducer, narrator: Narrator, stop: 
     narrator.introduce(network, spec, trainer, options.peer.name)
     trainer.run()
     if trainer.finished and not stop.is_set():
-        rounds = trainer.course.rounds(spec.run.rounds)
+        rounds = trainer.rounds
         narrator.tell("info", f"run complete: all {rounds} rounds committed")
         wait_until_stored(network.stored_all, STORED_S, stop, narrator.tell)
     return trainer.finished
@@ -558,7 +558,7 @@ class Narrator:
 
     def on_account(self, trainer: Trainer, account: Account) -> None:
         """Report a round that was decided, and the outcome of this peer's work."""
-        stats, rounds = trainer.statistics(), trainer.course.rounds(trainer.spec.run.rounds)
+        stats, rounds = trainer.statistics(), trainer.rounds
         used = stats.utilisation if stats.spent.total_s else None  # none before a second window
         self._on_event(
             PeerEvent(

@@ -326,7 +326,12 @@ class Trainer:
     @property
     def finished(self) -> bool:
         """Return whether the run has reached its last round."""
-        return 0 < self.course.rounds(self.spec.run.rounds) <= self._progress.position
+        return 0 < self.rounds <= self._progress.position
+
+    @property
+    def rounds(self) -> int:
+        """The round after which the run ends, as far as this trainer knows; 0 for none."""
+        return self.course.rounds(self.spec.run.rounds)
 
     @property
     def course(self) -> Course:

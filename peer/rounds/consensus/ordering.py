@@ -108,9 +108,11 @@ class Ordering:
 
     async def _pass_on(self, place: Place) -> None:
         """Pass the order on to the leader whose term it is."""
-        ctx, order = self._ctx, self._ctx.next_order()
-        leader = leader_of(ctx.replica.electorate, place.position, self._voter.term).peer_id
-        if order is None or leader == ctx.me.peer_id or ctx.me not in ctx.replica.electorate:
+        ctx, order, electorate = self._ctx, self._ctx.next_order(), self._ctx.replica.electorate
+        if order is None or ctx.me not in electorate:
+            return
+        leader = leader_of(electorate, place.position, self._voter.term).peer_id
+        if leader == ctx.me.peer_id:
             return
         with suppress(TransportError, LogError):
             await ctx.transport.call(leader, "order", order, timeout_s=ctx.settings.stall_s)

@@ -87,8 +87,9 @@ def test_the_reason_comes_before_the_goodbye(monkeypatch, tmp_path):
 def test_a_first_round_has_no_utilisation(spent, shown):
     events = []
     narrator = Narrator(events.append)
-    trainer = SimpleNamespace(statistics=lambda: TrainerStatistics(spent=spent, loss=math.nan))
-    narrator.on_account(trainer, 8, SimpleNamespace(position=1, verdict="counted"))
+    statistics = TrainerStatistics(spent=spent, loss=math.nan)
+    trainer = SimpleNamespace(statistics=lambda: statistics, rounds=8)
+    narrator.on_account(trainer, SimpleNamespace(position=1, verdict="counted"))
     (event,) = events
     assert shown in event.text.replace("\u2013", "-").replace("\u2014", "-")
     assert event.utilisation == (spent.train_s / 10.0 if spent.total_s else None)

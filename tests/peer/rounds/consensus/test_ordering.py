@@ -204,3 +204,22 @@ def test_an_order_survives_a_fault_at_every_message(tmp_path, kind, end):
         shutil.rmtree(folder)
         struck += 1
     assert 10 < struck < 59
+
+
+def test_keepers_that_withstand_liars_decide_orders(tmp_path):
+    async def scenario(swarm):
+        keepers = [swarm.add(role="keeper") for _ in range(4)]
+        peers = await swarm.begin([*keepers, swarm.add(), swarm.add()])
+        await swarm.until(lambda: reached(peers, 2))
+        give(keepers, 1, PauseRun())
+        await swarm.until(is_decided(peers, 1))
+        position = peers[0].replica.position
+        leader(swarm, position).kill()
+        alive = [peer for peer in peers if peer.transport.alive]
+        give([peer for peer in keepers if peer in alive], 2, ResumeRun())
+        await swarm.until(is_decided(alive, 2))
+        await swarm.until(lambda: reached(alive, position + 3))
+        await asyncio.sleep(1.0)
+        assert swarm.same_bits(alive)
+
+    run(tmp_path, scenario, electors="keepers", trust="byzantine")

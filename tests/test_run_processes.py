@@ -11,10 +11,11 @@ import pytest
 
 from atoll.coordinator.run.invite import Invite
 from atoll.coordinator.run.spec import RunSpec, template
+from atoll.coordinator.run.status import RunStatus
 from atoll.optim.log.entry import Entry
 from atoll.optim.log.store import LOG_FILE
 from atoll.peer.cli.main import main
-from atoll.peer.cli.watching import look
+from atoll.peer.cli.watching import asking
 from atoll.peer.lab.children import Child
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
@@ -72,12 +73,18 @@ async def hold(folder: Path) -> list[Entry]:
         assert all(each["decided"] for each in told), told
         return told
 
-    def status():
-        return look(Invite.decode(invite.read_text()))
+    async def status() -> RunStatus:
+        async with asking(Invite.decode(invite.read_text())) as client:
+            return await client.status()
 
-    async def seen(condition):
+    async def seen(condition) -> RunStatus:
         """Wait for a status of the run, with all processes there."""
-        return await until(lambda: condition(now := status()) and now, *children)
+        async with asyncio.timeout(DEADLINE_S):
+            while not condition(now := await status()):
+                for child in children:
+                    assert child.running, child.failure()
+                await asyncio.sleep(0.2)
+        return now
 
     try:
         coordinator = await start(
@@ -100,7 +107,7 @@ async def hold(folder: Path) -> list[Entry]:
         await order("pause")
         now = await seen(lambda now: now.state == "paused")
         await asyncio.sleep(3.0)
-        assert status().position == now.position
+        assert (await status()).position == now.position
         await order("resume")
         await seen(lambda later: later.position >= now.position + 3)
 
@@ -108,7 +115,7 @@ async def hold(folder: Path) -> list[Entry]:
         peers = children[1:]
         await until(lambda: not any(peer.running for peer in peers), coordinator)
         assert [peer.exit_code for peer in peers] == [0, 0]
-        assert status().state == "finished"
+        assert (await status()).state == "finished"
         return read_log(state / "log")
     finally:
         for child in reversed(children):

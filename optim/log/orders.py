@@ -189,6 +189,14 @@ class RunSettings(Record):
             is_paused=self.is_paused,
         )
 
+    def is_over(self, position: int) -> bool:
+        """Return whether the run has ended before a position."""
+        return self.last_round is not None and position >= self.last_round
+
+    def takes_updates(self, position: int) -> bool:
+        """Return whether updates and NULLs may be decided at a position."""
+        return not self.is_paused and not self.is_over(position)
+
     def after(self, order: Order, position: int) -> Self:
         """Return the settings after the order that the entry at a position brings.
 
@@ -242,9 +250,14 @@ def settings_after(entry: Entry, before: bytes, open_order: OpenOrder) -> bytes:
         open_order: of this run.
 
     Raises:
-        LogError: its order is not the one that comes next, or the run is paused.
+        LogError: its order is not the one that comes next, or the run is paused or has ended.
     """
     settings = read_settings(before)
+    if settings.is_over(entry.position):
+        raise OrderInvalid(
+            f"entry {entry.position}: expected none, as the run ended after round "
+            f"{settings.last_round}"
+        )
     if entry.kind == "control":
         return settings.after(open_order(entry.order), entry.position).stored
     if settings.is_paused:

@@ -396,7 +396,9 @@ class Context(PeerContext):
 
     def next_order(self) -> bytes | None:
         """Return the order that the next entry may bring, if it is known here."""
-        return self.orders.next(self.replica.settings.number)
+        replica = self.replica
+        is_over = replica.settings.is_over(replica.position)
+        return None if is_over else self.orders.next(replica.settings.number)
 
     def restore_evidence(self) -> None:
         """Bar those against whom an earlier process of this peer held evidence."""

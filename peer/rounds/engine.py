@@ -202,11 +202,9 @@ class Rounds:
 
     async def _steer(self) -> None:
         """End the flights that are over, begin those that can."""
-        replica = self._ctx.replica
-        last = (
-            replica.position - 1 if replica.settings.is_paused else replica.position + self._ahead
-        )
-        due = {p: self._pending_at(p) for p in range(replica.position, last + 1)}
+        here, settings = self._ctx.replica.position, self._ctx.replica.settings
+        ahead = filter(settings.takes_updates, range(here, here + self._ahead + 1))
+        due = {p: self._pending_at(p) for p in ahead}
         under_way = list(self._flights.items())
         await self._end([p for p, (f, t) in under_way if t.done() or not self._holds(f, due)])
         for position, pending in due.items():

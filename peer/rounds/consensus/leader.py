@@ -647,7 +647,12 @@ class Leadership:
 
     def _view(self) -> LeaderView:
         view, parts = self._log_view(), self.round.parts
-        view = replace(view, control=self._control(), is_paused=self.ctx.replica.settings.is_paused)
+        settings = self.ctx.replica.settings
+        view = replace(
+            view,
+            control=self._control(),
+            takes_updates=settings.takes_updates(self.place.position),
+        )
         if parts is None:
             return view
         exchange, done = self.exchange, parts.done.items()

@@ -718,8 +718,8 @@ class LeaderView:
     """parts that the leader's own exchange may still bring"""
     control: Entry | None = None
     """the entry that brings an order, if one waits and this is the turn"""
-    is_paused: bool = False
-    """whether the run is, so that only an order can be decided"""
+    takes_updates: bool = True
+    """whether an update may be decided there: the run is neither paused nor over"""
 
 
 # Events
@@ -1349,8 +1349,8 @@ class Round:
 
     def _propose_own(self, view: LeaderView) -> list[Action]:
         """Propose the group's update; NULL if it cannot be reduced."""
-        if view.is_paused:
-            return self._fail("the run is paused")
+        if not view.takes_updates:
+            return self._fail("the run is paused, or has ended")
         self._fix(view)
         group, parts = self._closed()
         if not self._failure:

@@ -270,6 +270,17 @@ def test_nothing_but_an_order_follows_a_pause(reopen: Open, swarm: kit.Swarm) ->
     go_on(replica, swarm)
 
 
+def test_nothing_follows_the_last_round(reopen: Open, swarm: kit.Swarm) -> None:
+    replica = reopen()
+    replica.open_epoch(swarm.electors(), KEYS.sign)
+    give(replica, swarm, StopRun(after_round=2))
+    go_on(replica, swarm)
+    with pytest.raises(OrderInvalid, match="ended after round 2"):
+        go_on(replica, swarm)
+    with pytest.raises(OrderInvalid, match="ended after round 2"):
+        give(replica, swarm, ResumeRun())
+
+
 def test_settings_that_do_not_follow_are_refused(reopen: Open, swarm: kit.Swarm) -> None:
     replica = reopen()
     replica.open_epoch(swarm.electors(), KEYS.sign)

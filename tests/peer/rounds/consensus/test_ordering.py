@@ -6,7 +6,7 @@ import shutil
 import pytest
 
 from atoll.optim.log.entry import Entry
-from atoll.optim.log.orders import PauseRun, ResumeRun, SetInnerSteps, SetOuterRate
+from atoll.optim.log.orders import PauseRun, ResumeRun, SetInnerSteps, SetOuterRate, StopRun
 from atoll.peer.rounds.consensus.round import leader_of
 from support.strikes import KINDS, Strike, expect_no_work_lost
 from support.swarm import SMALL, order_of, reached, run_swarm
@@ -76,7 +76,7 @@ def test_what_was_offered_is_offered_again_after_an_order(tmp_path):
             "control",
             "update",
         ]
-        assert {len(peer.handed_in) for peer in peers} <= {3, 4}
+        assert {len(peer.handed_in) for peer in peers} == {3}
         assert swarm.same_bits(peers)
 
     run(tmp_path, scenario)
@@ -102,6 +102,21 @@ def test_a_paused_run_decides_orders_alone(tmp_path):
         assert swarm.same_bits(peers)
         for peer in peers:
             expect_no_work_lost(peer)
+
+    run(tmp_path, scenario)
+
+
+def test_a_run_that_stops_decides_nothing_more(tmp_path):
+    async def scenario(swarm):
+        peers = await swarm.start(3)
+        await swarm.until(lambda: reached(peers, 2))
+        give(peers, 1, StopRun())
+        await swarm.until(is_decided(peers, 1))
+        last = peers[0].replica.settings.last_round
+        give(peers, 2, ResumeRun())
+        await asyncio.sleep(60.0)
+        assert {peer.replica.position for peer in peers} == {last}
+        assert swarm.same_bits(peers)
 
     run(tmp_path, scenario)
 

@@ -20,14 +20,14 @@ import operator
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from atoll.optim.methods import loops
-from atoll.optim.reducer import Commit, Contribution, Reducer
+from atoll.optim.reducer import Commit, Contribution, Course, Reducer
 from atoll.optim.state import vectors
 from atoll.optim.state.layout import Difference, Fragment, Layout, LayoutError
 from atoll.optim.state.outer_state import is_finite
@@ -456,14 +456,20 @@ class Worker(ABC):
 
     def _common(self, commit: Commit) -> dict[str, Any]:
         """Return the fields of a commit, without this process's cut of them."""
-        state = vars(commit) | {"params_N": self.places.common(commit.params_N)}
+        state = vars(commit) | {
+            "params_N": self.places.common(commit.params_N),
+            "course": asdict(commit.course),
+        }
         if commit.included is not None:
             state["included"] = self.places.common_pieces(commit.included, commit.fragment)
         return state
 
     def _own(self, state: Mapping[str, Any]) -> Commit:
         """Return a commit of the fields that `_common` returned."""
-        own: dict[str, Any] = dict(state) | {"params_N": self.places.own(state["params_N"])}
+        own: dict[str, Any] = dict(state) | {
+            "params_N": self.places.own(state["params_N"]),
+            "course": Course(**state["course"]),
+        }
         if state["included"] is not None:
             own["included"] = self.places.own_pieces(state["included"], state["fragment"])
         return Commit(**own)

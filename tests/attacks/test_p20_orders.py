@@ -132,7 +132,7 @@ def _settings(replica):
     return read_settings(replica.standing.settings)
 
 
-def test_a_leader_that_keeps_an_order_back_is_followed_by_one_that_does_not(tmp_path, monkeypatch):
+def test_the_next_leader_proposes_an_order_that_one_keeps_back(tmp_path, monkeypatch):
     async def scenario(swarm):
         peers = await swarm.start(3)
         await pause(swarm, peers)

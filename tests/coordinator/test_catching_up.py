@@ -212,13 +212,13 @@ def test_one_that_nobody_has_is_bridged_by_the_state_at_the_head(long_log: Log) 
     async def main() -> None:
         catching_up = watched(whole, recovering(donor), [])
         catching_up.look(9, 0.0)
-        whole.store.drop_damaged(7, long_log.entries[7][0].entry.encode())
+        whole.store.drop_damaged(8, long_log.entries[8][0].entry.encode())
         catching_up.look(9, LAG_S)
         await catching_up._task
         await catching_up.close()
 
     asyncio.run(asyncio.wait_for(main(), 30.0))
-    assert whole.store.gaps() == [(7, 8)] and whole.store.snapshot_positions()[-1] == 9
+    assert whole.store.gaps() == [(8, 9)] and whole.store.snapshot_positions()[-1] == 9
 
 
 def test_it_is_stuck_once_peers_have_long_had_no_way(long_log: Log) -> None:

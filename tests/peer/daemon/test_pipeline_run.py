@@ -249,6 +249,7 @@ def test_a_peer_announces_that_it_serves_as_soon_as_it_does(kit):
         run = SimpleNamespace(
             _env=SimpleNamespace(
                 spec=staged(kit),
+                report=lambda level, text: None,
                 me=Elector(peer_id="ann", incarnation="1"),
                 node=SimpleNamespace(transport=MemoryNetwork().transport("ann")),
                 tasks=SimpleNamespace(keep=lambda work: None, spawn=spawned.append),

@@ -29,7 +29,7 @@ from atoll.optim.log.entry import (
 from atoll.optim.log.replica import Replay
 from atoll.optim.log.store import CHUNK_BYTES, SnapshotFile, SnapshotInfo, StoreHead
 from atoll.optim.state.layout import CELL, Layout
-from atoll.optim.state.outer_state import LEAF_BYTES, merkle_root, snapshot_bytes
+from atoll.optim.state.outer_state import LEAF_BYTES, leaf_digest, merkle_root, snapshot_bytes
 from atoll.peer.recovery.sources import PeerSource
 from atoll.peer.rounds import policies
 from atoll.peer.rounds.allreduce.reduction import FrameBuffer, PartRange
@@ -68,8 +68,8 @@ def snapshot(tmp_path: Path) -> Iterator[SnapshotFile]:
     path = tmp_path / "snapshot"
     with path.open("wb") as file:
         os.truncate(file.fileno(), snapshot_bytes(LAYOUT))
-    leaf = hashlib.sha256(bytes(LEAF_BYTES)).digest()
-    last = hashlib.sha256(bytes(snapshot_bytes(LAYOUT) % LEAF_BYTES)).digest()
+    leaf = leaf_digest(bytes(LEAF_BYTES))
+    last = leaf_digest(bytes(snapshot_bytes(LAYOUT) % LEAF_BYTES))
     digests = (leaf,) * (NUM_LEAVES - 1) + (last,)
     yield SnapshotFile(
         SnapshotInfo(
@@ -98,7 +98,7 @@ def test_its_snapshot_can_be_fetched(tmp_path: Path, snapshot: SnapshotFile) -> 
             assert merkle_root(digests) == snapshot.root()
             for indices in (range(8), range(NUM_LEAVES - 3, NUM_LEAVES)):
                 async for index, leaf in source.leaves(POSITION, indices):
-                    assert hashlib.sha256(leaf).digest() == digests[index]
+                    assert leaf_digest(leaf) == digests[index]
         finally:
             await swarm.stop()
 
@@ -212,8 +212,12 @@ def test_a_part_and_a_body_behind_4_gib_are_served_from_the_log(
             store, position = donor.replica.store, donor.replica.store.head.position
             await swarm.until(lambda: donor.replica.position > position)
             store._unwritten[position] = body
+            entry = Entry.decode(store.get(position).entry)
+            part = entry.parts[0].model_copy(update={"wire_bytes": BODY_BYTES})
+            told = entry.model_copy(update={"parts": (part, *entry.parts[1:])}).encode()
             store._db.execute(
-                "UPDATE entries SET body_bytes = ? WHERE position = ?", (BODY_BYTES, position)
+                "UPDATE entries SET entry = ?, body_bytes = ? WHERE position = ?",
+                (told, BODY_BYTES, position),
             )
             donor.ctx.parts._stored[digest] = Stored(position, last, BODY_BYTES)
             other, me = swarm.add().ctx, donor.identity.peer_id

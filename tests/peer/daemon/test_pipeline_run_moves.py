@@ -7,7 +7,7 @@ from atoll.peer.daemon.options import LinkRates
 from atoll.peer.pipeline import placement
 from support.organiser import stand_on_one_log, until
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.exhaustive, pytest.mark.slow, pytest.mark.timeout(240)]
 
 WAIT_S = 100.0
 RATES = LinkRates(uplink_mbit_s=100.0, downlink_mbit_s=100.0)

@@ -1,9 +1,10 @@
 """What kills cost a pipeline in loss, with a small model and real text, for `bench_pipeline.py`.
 
 A run without an end keeps a checkpoint of each round. Afterwards the stages' checkpoints of one
-position are one model, whose loss is that of `atoll eval`, and whose tokens are those that the logs
-of its stages have counted until there, as a mean over the stages. Two runs are compared at equal
-tokens, by straight lines between checkpoints.
+moment are one model: each stage has a log of its own, so one that waited is at an earlier position
+than the others, and files of one position would be of different times. The model's loss is that of
+`atoll eval`, and its tokens are those that the logs of its stages have counted until there, as a
+mean over the stages. Two runs are compared at equal tokens, by straight lines between checkpoints.
 """
 
 import random
@@ -15,8 +16,9 @@ from dataclasses import dataclass
 from itertools import accumulate, count, pairwise
 from pathlib import Path
 from statistics import mean
-from typing import Any
+from typing import Any, TypeVar
 
+import torch
 from bench_nat import progress
 from pipeline_lab import (
     Flowing,
@@ -30,13 +32,18 @@ from pipeline_lab import (
     spans,
     total,
 )
+from torch import nn
 
+from atoll.coordinator.checkpoint_sets import CheckpointSet
+from atoll.coordinator.checkpoints import read_header
 from atoll.coordinator.run.spec import RunSpec
 from atoll.optim.log.entry import Entry
 from atoll.optim.log.store import LOG_FILE
 from atoll.peer.training.bits import held_out, measure
 from atoll.peer.training.devices import Device
 from atoll.peer.training.trained import load_checkpoint
+
+T = TypeVar("T")
 
 MODEL = {"dim": 64, "num_heads": 2, "ffn_dim": 200, "num_layers": 4}  # 0.25M parameters
 SEQ_LEN, BATCH, MICROBATCHES, INNER_STEPS = 128, 2, 8, 8
@@ -61,7 +68,7 @@ class Learned:
     minutes: float
     kills: int
     points: list[tuple[float, float]]
-    """tokens and held-out loss of the checkpoints of all stages, by position"""
+    """tokens and held-out loss of the stages' checkpoints at some moments"""
     rounds: list[int]
     """of each stage"""
     chains: int
@@ -153,33 +160,66 @@ def learned_of(
     )
 
 
-def positions_of(folder: Path) -> list[int]:
-    """Return the positions of which all stages have a checkpoint."""
-    stages = sorted((folder / "state" / "checkpoints").glob("stage-*"))
-    each = [{int(path.stem[-8:]) for path in stage.glob("*.safetensors")} for stage in stages]
-    return sorted(set.intersection(*each)) if len(each) == LEARNED.stages else []
+def moments(folder: Path) -> list[tuple[Path, ...]]:
+    """Return the newest checkpoint of each stage, each time that the first stage has written one.
+
+    The first ones of a stage may be older than those of another; they are left out.
+    """
+    of_stages = [files_by_age(stage) for stage in sorted(folder.glob("stage-*"))]
+    if len(of_stages) < LEARNED.stages:
+        return []
+    found = []
+    for path in of_stages[0]:
+        now_ns = path.stat().st_mtime_ns
+        newest = [
+            [each for each in files if each.stat().st_mtime_ns <= now_ns][-1:]
+            for files in of_stages
+        ]
+        if all(newest):
+            found.append(tuple(each for (each,) in newest))
+    return found
+
+
+def files_by_age(stage: Path) -> list[Path]:
+    """Return the checkpoints of a stage, the oldest first."""
+    return sorted(stage.glob("*.safetensors"), key=lambda path: path.stat().st_mtime_ns)
 
 
 def curve(folder: Path) -> list[tuple[float, float]]:
-    """Return tokens and held-out loss at each position of which all stages have a checkpoint."""
+    """Return tokens and held-out loss at some moments of a run."""
     state = folder / "state"
     counted = [tokens_until(state / f"stage-{n + 1}" / LOG_FILE) for n in range(LEARNED.stages)]
-    device, points, text = Device.choose("cpu", "float32"), [], None
-    for position in spread(positions_of(folder)[LEAST_ROUNDS:]):
-        (path,) = (state / "checkpoints" / "stage-1").glob(f"*-{position:08}.safetensors")
-        trained = load_checkpoint(path)
-        if text is None:  # to read it takes longer than to measure on it
-            text = held_out(trained, data=None, tokenizer=None, tokens=EVAL_TOKENS)
+    found = spread(moments(state / "checkpoints")[LEAST_ROUNDS:])
+    if not found:
+        return []
+    trained = load_checkpoint(state / "checkpoints")
+    text = held_out(trained, data=None, tokenizer=None, tokens=EVAL_TOKENS)
+    device, points = Device.choose("cpu", "float32"), []
+    for paths in found:
+        moment = CheckpointSet(headers=tuple(map(read_header, paths)))
+        put_params(trained.model, moment)
         loss = measure(trained.model, trained.tokenizer, text.batches, device=device).loss
-        points.append((mean(tokens[position] for tokens in counted), loss))
-        progress(f"round {position}: {points[-1][0]:,.0f} tokens, loss {loss:.4f}")
+        at = [header.position for header in moment.headers]
+        tokens = mean(of_stage[position] for of_stage, position in zip(counted, at, strict=True))
+        points.append((tokens, loss))
+        progress(f"rounds {at}: {tokens:,.0f} tokens, loss {loss:.4f}")
     return points
 
 
-def spread(positions: Sequence[int]) -> list[int]:
-    """Return up to `MOST_POINTS` of some positions, evenly spaced from the last one back."""
-    every = -(-len(positions) // MOST_POINTS) or 1
-    return sorted(positions[::-1][::every])
+def put_params(model: nn.Module, moment: CheckpointSet) -> None:
+    """Give a model the parameters of the stages' checkpoints."""
+    params = dict(model.named_parameters())
+    with torch.no_grad():
+        for name, value in moment.params():
+            params.pop(name).copy_(value)
+    if params:
+        raise RuntimeError(f"expected a value of each parameter, got none of {sorted(params)}")
+
+
+def spread(of: Sequence[T]) -> list[T]:
+    """Return up to `MOST_POINTS` of some items, evenly spaced from the last one back."""
+    every = -(-len(of) // MOST_POINTS) or 1
+    return list(of[::-1][::every])[::-1]
 
 
 def tokens_until(log: Path) -> list[int]:

@@ -169,6 +169,8 @@ def test_the_commands_of_the_readme_work_in_the_order_of_a_run(reader):
     dashboard = reader.start("atoll dashboard INVITE")
     dashboard.await_text(r"round")
     assert dashboard.end(keys=b"q") == 0
+    for line in ("run pause INVITE", "run resume INVITE", "run set INVITE outer_lr=0.5"):
+        reader.run(f"atoll {line}")
     reader.run('atoll evict PEER --reason "sends noise"')
     coordinator.await_text("sends noise")
     peer.end()

@@ -114,7 +114,7 @@ def total_messages():
 # A lost message or connection, and a dead or frozen peer, cost no microbatch: another one is there.
 @pytest.mark.parametrize(
     "fault",
-    [kill, *(pytest.param(each, marks=pytest.mark.exhaustive) for each in (drop, reset, freeze))],
+    [pytest.param(each, marks=pytest.mark.exhaustive) for each in (kill, drop, reset, freeze)],
 )
 def test_a_fault_at_any_message_loses_no_microbatch(fault):
     for at in range(1, total_messages() + 1):

@@ -304,7 +304,8 @@ class Coordinator:
                 RefusalStatus.RESOURCE_EXHAUSTED,
                 f"the coordinator cannot write to its disk: {error}; free space there",
             ) from None
-        self.report("info", f"given: {described(order)}")
+        if order is not None:
+            self.report("info", f"given: {described(order)}")
 
     def orders(self) -> OrdersGiven:
         """Return how far the organiser's orders are."""

@@ -61,7 +61,7 @@ class Surroundings:
     on_moved: Callable[[], None]
     """Called when a log has moved on."""
     turns: asyncio.Semaphore
-    """Of logs that recover what no peer publishes."""
+    """It limits how many logs recover at a time what no peer publishes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,12 +133,12 @@ class KeptLog:
 
     @property
     def settings(self) -> RunSettings:
-        """What the organiser's orders have changed up to the end of the log."""
+        """Return what the organiser's orders have changed up to the end of the log."""
         return self.replica.settings
 
     @property
     def rounds_total(self) -> int:
-        """The round after which the run ends; 0: until stopped."""
+        """Return the round after which the run ends; 0 if it runs until it is stopped."""
         return self.settings.course.rounds(self._spec.run.rounds)
 
     def orders(self) -> Sequence[bytes]:

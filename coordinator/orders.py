@@ -16,7 +16,6 @@ Exceptions:
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 from collections.abc import Callable, Sequence
@@ -36,6 +35,7 @@ from atoll.optim.log.orders import (
     SignedOrder,
     StopRun,
 )
+from atoll.optim.log.store import sync_folder
 
 ORDERS_FILE = "orders.json"
 KEPT = 256  # a log that goes back to an older epoch needs some again, 250 bytes each
@@ -87,9 +87,9 @@ class OrderDesk:
         self._run_id = run_id
         self._spec = spec
         self._verify_run = verify_run
-        self._kept = _read(path)
         self._orders: dict[int, tuple[Order, bytes]] = {}
-        for signed in self._kept:
+        """By number, in order."""
+        for signed in _read(path):
             try:
                 order = self._open(signed)
             except (LogError, OrderRefused) as error:
@@ -115,12 +115,15 @@ class OrderDesk:
             settings = settings.after(order, position)
         return settings
 
-    def give(self, signed: bytes, logs: Sequence[RunSettings]) -> Order:
+    def give(self, signed: bytes, logs: Sequence[RunSettings]) -> Order | None:
         """Take an order and keep it.
 
         Args:
             signed: it, as the run's key signed it.
             logs: the settings at the heads of the run's logs.
+
+        Returns:
+            The order; None if it was given before. Whoever has an entry that brings it can send it.
 
         Raises:
             OrderRefused: it is not the run's next order, does not fit the run, or too many wait.
@@ -132,7 +135,7 @@ class OrderDesk:
             raise OrderRefused(str(error)) from None
         due = self.next_number(logs)
         if order.number in self._orders and self._orders[order.number][1] == signed:
-            return order  # asked once more, as the answer was lost
+            return None  # asked once more, as the answer was lost
         if order.number != due:
             raise OrderRefused(f"expected order {due}, got order {order.number}; give it again")
         if reason := misfit(self._spec, order.change):
@@ -141,10 +144,9 @@ class OrderDesk:
             raise OrderRefused(
                 f"{MAX_PENDING} orders wait already; they are decided once peers are online"
             )
-        kept = [*self._kept, signed][-KEPT:]
-        _write(self._path, kept)
-        self._kept = kept
-        self._orders[order.number] = order, signed
+        orders = dict([*self._orders.items(), (order.number, (order, signed))][-KEPT:])
+        _write(self._path, [each for _, each in orders.values()])
+        self._orders = orders
         return order
 
     def lacking(self, number: int) -> list[bytes]:
@@ -175,9 +177,4 @@ def _write(path: Path, orders: Sequence[bytes]) -> None:
         file.flush()
         os.fsync(file.fileno())
     partial.replace(path)
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        with contextlib.suppress(OSError):  # not on every file system
-            os.fsync(folder)
-    finally:
-        os.close(folder)
+    sync_folder(path.parent)

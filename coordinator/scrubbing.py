@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import Callable
 
 from atoll.coordinator.run.levels import Level
-from atoll.dht.tasks import Tasks
+from atoll.dht.tasks import ENDING_S, Tasks
 from atoll.optim.log.mending import Damage, Scrub
 from atoll.optim.log.replica import DISK_ERRORS, LiveReplica
 from atoll.optim.log.store import StoreError
@@ -40,9 +40,10 @@ class Scrubbing:
             self._task = self._tasks.spawn(self._step(now_s))
 
     async def close(self) -> None:
-        """Wait for the end of the step under way, which reads the store."""
+        """Wait for the end of the step under way, which reads the store: a thread never stops."""
         if self._task is not None:
-            await asyncio.wait({self._task})
+            await asyncio.wait({self._task}, timeout=ENDING_S)
+        await self._tasks.close()
 
     async def _step(self, now_s: float) -> None:
         try:

@@ -59,7 +59,7 @@ class Contribution:
 
 @dataclass(frozen=True, kw_only=True)
 class Course:
-    """What the organiser's orders have changed of how peers train, up to a position."""
+    """The course of training, as the organiser's orders up to a position have changed it."""
 
     inner_steps: int | None = None
     """H; None: the spec's."""
@@ -120,7 +120,7 @@ class Commit:
     too late, too large, or its outcome unknown."""
 
     course: Course = AS_PLANNED
-    """How peers train from this position on."""
+    """The course of training from this position on."""
 
     @property
     def counts(self) -> bool:

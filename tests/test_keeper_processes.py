@@ -8,42 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from atoll.coordinator.run.spec import RunSpec, template
 from atoll.peer.cli.main import main
 from atoll.peer.lab.children import Child
+from support.child_runs import PEER, until, write_spec
 
 # Five processes that import torch. In one process, with real sockets: peer/daemon/test_keeping.py.
 pytestmark = [pytest.mark.exhaustive, pytest.mark.timeout(240)]
 
-DEADLINE_S = 120.0  # five processes that import torch: a few seconds each on an idle machine
-PEER = ("--listen", "/ip4/127.0.0.1/tcp/0", "--device", "cpu", "--yes", "--stop-with-stdin")
-
-
-async def until(condition, *children):
-    async with asyncio.timeout(DEADLINE_S):
-        while not (found := condition()):
-            for child in children:
-                assert child.running, child.failure()
-            await asyncio.sleep(0.1)
-    return found
-
-
-def write_spec(folder: Path) -> Path:
-    (folder / "text.txt").write_text("Keepers lead and vote, and trainers train. " * 2000)
-    spec = RunSpec.from_dict(
-        {
-            "run": {"name": "kept", "rounds": 4},
-            "model": {"overrides": {"dim": 16, "num_layers": 1, "num_heads": 2, "ffn_dim": 32}},
-            "data": {"source": str(folder / "text.txt"), "seq_len": 32},
-            "inner": {"batch_size": 2, "warmup_steps": 2},
-            "outer": {"inner_steps": 4},
-            "round": {"min_peers": 2, "electors": "keepers", "stall_s": 5.0},
-            "coordinator": {"listen": "127.0.0.1:0", "dht_listen": "127.0.0.1:0"},
-        }
-    )
-    path = folder / "RUN.toml"
-    path.write_text(template(spec))
-    return path
+TEXT = "Keepers lead and vote, and trainers train. " * 2000
+RUN, ROUND = {"name": "kept", "rounds": 4}, {"electors": "keepers"}
 
 
 def printed(*command: object) -> dict:
@@ -56,6 +29,7 @@ def printed(*command: object) -> dict:
 async def hold(folder: Path) -> dict:
     """Run it to its end; return the last status."""
     state, invite = folder / "state", folder / "invite"
+    spec = write_spec(folder, text=TEXT, run=RUN, round=ROUND)
     children: list[Child] = []
 
     async def start(name: str, *arguments: object, **options) -> Child:
@@ -66,7 +40,7 @@ async def hold(folder: Path) -> dict:
     try:
         coordinator = await start(
             "coordinator",
-            *("coordinator", write_spec(folder), "--state-dir", state, "--invite-file", invite),
+            *("coordinator", spec, "--state-dir", state, "--invite-file", invite),
             *("--keep", "--stop-with-stdin"),
         )
         await until(invite.exists, coordinator)

@@ -10,45 +10,18 @@ from pathlib import Path
 import pytest
 
 from atoll.coordinator.run.invite import Invite
-from atoll.coordinator.run.spec import RunSpec, template
 from atoll.coordinator.run.status import RunStatus
 from atoll.optim.log.entry import Entry
 from atoll.optim.log.store import LOG_FILE
 from atoll.peer.cli.main import main
 from atoll.peer.cli.watching import asking
 from atoll.peer.lab.children import Child
+from support.child_runs import DEADLINE_S, PEER, until, write_spec
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
-DEADLINE_S = 120.0  # three processes that import torch: a few seconds each on an idle machine
-PEER = ("--listen", "/ip4/127.0.0.1/tcp/0", "--device", "cpu", "--yes", "--stop-with-stdin")
-
-
-async def until(condition, *children):
-    async with asyncio.timeout(DEADLINE_S):
-        while not (found := condition()):
-            for child in children:
-                assert child.running, child.failure()
-            await asyncio.sleep(0.2)
-    return found
-
-
-def write_spec(folder: Path) -> Path:
-    (folder / "text.txt").write_text("The organiser orders, and everybody switches. " * 2000)
-    spec = RunSpec.from_dict(
-        {
-            "run": {"name": "ordered", "rounds": 0},
-            "model": {"overrides": {"dim": 16, "num_layers": 1, "num_heads": 2, "ffn_dim": 32}},
-            "data": {"source": str(folder / "text.txt"), "seq_len": 32},
-            "inner": {"batch_size": 2, "warmup_steps": 2},
-            "outer": {"inner_steps": 4},
-            "round": {"min_peers": 2, "stall_s": 5.0, "snapshot_every": 4},
-            "coordinator": {"listen": "127.0.0.1:0", "dht_listen": "127.0.0.1:0"},
-        }
-    )
-    path = folder / "RUN.toml"
-    path.write_text(template(spec))
-    return path
+TEXT = "The organiser orders, and everybody switches. " * 2000
+RUN, ROUND = {"name": "ordered", "rounds": 0}, {"snapshot_every": 4}
 
 
 def ordered(*command: object) -> list[dict]:
@@ -61,6 +34,7 @@ def ordered(*command: object) -> list[dict]:
 async def hold(folder: Path) -> list[Entry]:
     """Order a run about from its beginning to its end; return its log."""
     state, invite = folder / "state", folder / "invite"
+    spec = write_spec(folder, text=TEXT, run=RUN, round=ROUND)
     children: list[Child] = []
 
     async def start(name: str, *arguments: object) -> Child:
@@ -89,7 +63,7 @@ async def hold(folder: Path) -> list[Entry]:
     try:
         coordinator = await start(
             "coordinator",
-            *("coordinator", write_spec(folder), "--state-dir", state, "--invite-file", invite),
+            *("coordinator", spec, "--state-dir", state, "--invite-file", invite),
             "--stop-with-stdin",
         )
         await until(invite.exists, coordinator)

@@ -130,7 +130,7 @@ class FetchedSnapshot:
     first_body: int
     """Position from which the coordinator holds every body; above 0 after a gap in its log."""
     signature: bytes = b""
-    """Of the run's key for the root (`root_payload`), unverified; empty if it gave none."""
+    """The run's key made it for the root (`root_payload`); it is not verified, and may be empty."""
 
     @property
     def signed_root(self) -> SignedRoot | None:

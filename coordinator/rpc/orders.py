@@ -15,7 +15,7 @@ from atoll.optim.log.orders import RunSettings, read_settings
 
 @dataclass(frozen=True, kw_only=True)
 class OrderStanding:
-    """How far the organiser's orders are, as the coordinator says."""
+    """The state of the organiser's orders, as the coordinator tells it."""
 
     spec: RunSpec
     next_number: int

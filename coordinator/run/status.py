@@ -176,7 +176,7 @@ class FlowStatus(StatusRecord):
     """Microbatches of its own that counted at two peers of one stage."""
     held_bytes: Count = 0
     able_tokens_per_s: Amount = 0.0
-    """What it can do in its stage if there is always work; 0 before it was measured."""
+    """Rate at which it can work in its stage if there is always work; 0 before it was measured."""
     waited_s: Seconds = field(default_factory=dict)
     """Its trainer's time without a job, by what it waited for: input, route, returns, step,
     drain."""
@@ -395,7 +395,7 @@ class RunStatus(StatusRecord):
     method: Name = ""
     inner_steps: Count = 0
     settings: Annotated[dict[Name, Amount], Field(max_length=16)] = field(default_factory=dict)
-    """What the organiser's orders have changed, by name."""
+    """The numbers that the organiser's orders have set, by name."""
     orders_waiting: Count = 0
     """Orders that were given and are not decided yet."""
     params: Count = 0

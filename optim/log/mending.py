@@ -63,7 +63,7 @@ class Damage:
     snapshots: list[int] = field(default_factory=list)
     epochs: list[int] = field(default_factory=list)
     first_state: bool = False
-    """Whether the first state was damaged; the coordinator makes it again."""
+    """True if the first state was damaged; the coordinator makes it again."""
 
     def __bool__(self) -> bool:
         found = (self.bodies, self.certificates, self.snapshots, self.epochs)
@@ -237,9 +237,8 @@ def checked_body(store: LogStore, position: int) -> Iterator[bytes]:
         raise NotStored(f"entry {position} is not here")
     try:
         parts = _PartDigests(Entry.decode(record.entry))
-    except LogError:  # of an earlier version: whole, but not for this one to read
-        yield from store.body_chunks(position)
-        return
+    except LogError as error:
+        raise NotStored(f"entry {position} is damaged on the disk: {error}") from None
     for chunk in store.body_chunks(position):
         if not parts.fit(chunk):
             break

@@ -156,7 +156,7 @@ def sign_order(order: Order, sign: Callable[[bytes], bytes]) -> bytes:
 
 
 class RunSettings(Record):
-    """What all orders up to a position have changed; None stands for the spec's."""
+    """The numbers that orders up to a position have changed; None stands for the spec's."""
 
     number: Count = 0
     """of the newest order"""

@@ -357,7 +357,7 @@ class ReplicaStanding:
     norms: tuple[float, ...] = ()
     """By fragment: what bounds the clip factors of its next contributions from below."""
     settings: bytes | None = b""
-    """What the organiser's orders have changed up to the head (`orders.py`); None if that is not
+    """The settings that orders have changed up to the head (`orders.py`); None if they are not
     known: the entry before the head is missing here."""
     state: OuterState | None = None
     """The state at the head, or an older one (`ReplicaView.is_current`)."""
@@ -487,7 +487,7 @@ class ReplicaView:
 
     @property
     def settings(self) -> RunSettings:
-        """What the organiser's orders have changed up to the head."""
+        """Return what the organiser's orders have changed up to the head."""
         return read_settings(self.standing.settings or b"")
 
     @property

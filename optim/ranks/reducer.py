@@ -136,7 +136,7 @@ class RankReducer(Reducer):
         self.begins = ranks.leads
         """True if `start` wants the model's parameters from this rank."""
         self.course = AS_PLANNED
-        """How peers train at this position."""
+        """The course of training at this position."""
         self.finished = False
         """True once the run is complete: what is trained from here on reaches nobody."""
         self._position = 0

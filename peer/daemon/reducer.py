@@ -83,7 +83,7 @@ class TrainerProgress:
         self.position = 0
         """Position of the log, or round by gossip, that the trainer has taken."""
         self.course = AS_PLANNED
-        """How peers train at that position."""
+        """The course of training at that position."""
         self.number = 0
         """Number of the last contribution."""
         self.encode_s = 0.0
@@ -260,7 +260,7 @@ class RunReducer(Reducer):
 
     @property
     def course(self) -> Course:
-        """How peers train at this position."""
+        """Return the course of training at this position."""
         return self.progress.course
 
     @property
@@ -323,7 +323,7 @@ class Reset:
     state: OuterState
     why: str
     course: Course = AS_PLANNED
-    """How peers train from there on."""
+    """The course of training from there on."""
 
 
 @dataclass(frozen=True, kw_only=True)

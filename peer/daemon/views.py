@@ -31,7 +31,7 @@ class PeerView:
     position: int = 0
     """Entries applied; by gossip, the round."""
     course: Course = AS_PLANNED
-    """How peers train from there on."""
+    """The course of training from there on."""
     is_complete: bool = False
     """True if all rounds of all stages of a pipeline are committed."""
     moves: StageMove | None = None

@@ -335,7 +335,7 @@ class Trainer:
 
     @property
     def course(self) -> Course:
-        """How peers train at this trainer's position."""
+        """Return the course of training at this trainer's position."""
         return self._reducer.course
 
     # --- the trainer's own thread
@@ -879,7 +879,7 @@ class WatchedReducer:
 
     @property
     def course(self) -> Course:
-        """How peers train at the position of the last commit."""
+        """Return the course of training at the position of the last commit."""
         first: Course = getattr(self._inner, "course", AS_PLANNED)
         return self._course or first
 

@@ -419,7 +419,7 @@ class SeatReducer(Reducer):
         self._num_fragments = facts.num_fragments
         self._position = facts.position
         self.course = AS_PLANNED
-        """How peers train at this position."""
+        """The course of training at this position."""
         self._fragments: Sequence[Fragment] = ()
         self._settle: Settle | None = None
         self._residuals: Sequence[Residual] = ()

@@ -41,7 +41,7 @@ Tell = Callable[["Copied"], None]
 
 @dataclass(kw_only=True)
 class Copied:
-    """How far the copy of a data set has come."""
+    """The state of a data set's copy."""
 
     made_of: dict[str, Any]
     """What decides the tokens; a copy continues only if all of it is equal."""

@@ -162,6 +162,7 @@ class PartWriter:
         self._folder, self._part, self._shard_tokens = folder, part, shard_tokens
         self._dtype = np.dtype(dtype_for(vocab_size)).newbyteorder("<")
         self._waiting: list[Tokens] = []
+        self._written = num_tokens
         self.num_tokens = num_tokens
         for index, name in enumerate(self.names):
             kept = min(shard_tokens, num_tokens - index * shard_tokens) * self._dtype.itemsize
@@ -186,7 +187,7 @@ class PartWriter:
         """
         self._waiting.append(tokens)
         self.num_tokens += len(tokens)
-        if sum(map(len, self._waiting)) >= WRITE_TOKENS:
+        if self.num_tokens - self._written >= WRITE_TOKENS:
             self.flush()
 
     def flush(self) -> None:
@@ -200,10 +201,11 @@ class PartWriter:
         tokens = np.concatenate(self._waiting)
         self._waiting.clear()
         while len(tokens):
-            index, used = divmod(self.num_tokens - len(tokens), self._shard_tokens)
+            index, used = divmod(self._written, self._shard_tokens)
             now, tokens = np.split(tokens, [self._shard_tokens - used])
             with (self._folder / self._name(index)).open("ab" if used else "wb") as file:
                 file.write(now.astype(self._dtype).tobytes())
+            self._written += len(now)
 
     def _name(self, index: int) -> str:
         return f"{self._part}-{index:05}.bin"

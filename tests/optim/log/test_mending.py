@@ -5,14 +5,16 @@ What a start finds is in tests/attacks/test_c6_flipped_bits.py.
 
 from __future__ import annotations
 
+import sqlite3
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
 from atoll.coordinator.run.keys import RunKeys
 from atoll.optim.log.mending import Scrub, checked_body
-from atoll.optim.log.store import Damaged, NotStored
+from atoll.optim.log.store import LOG_FILE, Damaged, NotStored
 from support import kit
 from support.logs import Log, flip
 
@@ -35,6 +37,15 @@ def test_a_body_is_sent_as_it_is(log: Log) -> None:
     assert store.take_damaged() == []
     with pytest.raises(NotStored):
         next(checked_body(store, 9))
+
+
+def test_no_body_is_sent_whose_entry_cannot_be_read(log: Log) -> None:
+    store = log.whole.store
+    with closing(sqlite3.connect(log.folder / "whole" / LOG_FILE)) as db, db:
+        db.execute("UPDATE entries SET entry = x'00' WHERE position = 3")
+    with pytest.raises(NotStored, match="entry 3 is damaged on the disk"):
+        next(checked_body(store, 3))
+    assert store.take_damaged() == []  # its body may be whole
 
 
 @pytest.mark.parametrize("damage", ["a bit", "cut off", "too long"])

@@ -5,6 +5,8 @@ import json
 import pytest
 
 from atoll.coordinator.run.keys import RunKeys
+from atoll.optim.log.orders import NUMBERS
+from atoll.peer.cli import run as run_command
 
 
 @pytest.fixture
@@ -78,3 +80,7 @@ def test_a_machine_without_the_key_gives_no_order(atoll, invite, tmp_path):
 def test_help_has_examples(atoll):
     assert "atoll run pause INVITE" in atoll("run", "--help").out
     assert "--after-round" in atoll("run", "stop", "--help").out
+
+
+def test_the_help_names_all_numbers_that_can_be_set():
+    assert run_command.NAMES == tuple(NUMBERS)

@@ -1,0 +1,41 @@
+"""Runs of real child processes: their spec, the options of their peers, and waiting for them."""
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from atoll.coordinator.run.spec import RunSpec, template
+from atoll.peer.lab.children import Child
+
+DEADLINE_S = 120.0  # for processes that import torch: a few seconds each on an idle machine
+PEER = ("--listen", "/ip4/127.0.0.1/tcp/0", "--device", "cpu", "--yes", "--stop-with-stdin")
+
+
+async def until(condition: Callable[[], Any], *children: Child) -> Any:
+    """Wait until a condition holds, while children run; return what it returned."""
+    async with asyncio.timeout(DEADLINE_S):
+        while not (found := condition()):
+            for child in children:
+                assert child.running, child.failure()
+            await asyncio.sleep(0.1)
+    return found
+
+
+def write_spec(folder: Path, *, text: str, run: dict[str, Any], round: dict[str, Any]) -> Path:
+    """Write text.txt, and the RUN.toml of a tiny run on it, whose path is returned."""
+    (folder / "text.txt").write_text(text)
+    spec = RunSpec.from_dict(
+        {
+            "run": run,
+            "model": {"overrides": {"dim": 16, "num_layers": 1, "num_heads": 2, "ffn_dim": 32}},
+            "data": {"source": str(folder / "text.txt"), "seq_len": 32},
+            "inner": {"batch_size": 2, "warmup_steps": 2},
+            "outer": {"inner_steps": 4},
+            "round": {"min_peers": 2, "stall_s": 5.0} | round,
+            "coordinator": {"listen": "127.0.0.1:0", "dht_listen": "127.0.0.1:0"},
+        }
+    )
+    path = folder / "RUN.toml"
+    path.write_text(template(spec))
+    return path

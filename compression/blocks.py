@@ -51,6 +51,7 @@ from atoll.compression.base import (
     step_sizes,
 )
 from atoll.compression.checksum import Checksum
+from atoll.compression.kernels import fused
 from atoll.compression.kernels.planes import constant, plane_bytes
 from atoll.compression.registry import register
 from atoll.compression.scratch import MAX_TILES, TILE, room, scratch
@@ -197,6 +198,25 @@ class BlockCodec(Codec):
     ) -> Tensor:
         scales, codes = self._sections(payload, x_N.numel())
         measures = x_N.new_empty((scales.shape[0], self.num_measures))
+        parts = (x_N, measures, scales, codes)
+        kernels = self._kernels(x_N)
+        if kernels:
+            (x_M, measures_BM, scales_BS, codes_M), *rest = self._steps(*parts)
+            kernels.write_tiles(self, x_M, measures_BM, scales_BS, codes_M)
+            for part_of_tile in rest:
+                self._write_parts(*part_of_tile, seal=None)
+        else:
+            self._write_parts(*parts, seal=seal)
+        return measures.amax()
+
+    def _kernels(self, x_N: Tensor) -> fused.Kernels | None:
+        """Return the kernels for the whole tiles of `x_N`; None if there are none."""
+        kernels = fused.kernels(x_N.device) if x_N.numel() >= TILE else None
+        return kernels if kernels and kernels.takes(self.name, self.block) else None
+
+    def _write_parts(
+        self, x_N: Tensor, measures: Tensor, scales: Tensor, codes: Tensor, *, seal: Checksum | None
+    ) -> None:
         steps = self._steps(x_N, measures, scales, codes)
         if self.reads_once:
             if seal:
@@ -205,7 +225,6 @@ class BlockCodec(Codec):
                 self._write_step(step, seal)
         else:
             self._write_steps(list(steps), measures, scales, seal if self.scales_first else None)
-        return measures.amax()
 
     def _write_step(self, step: tuple[Tensor, ...], seal: Checksum | None) -> None:
         x_M, measures_BM, scales_BS, codes_M = step
@@ -241,7 +260,12 @@ class BlockCodec(Codec):
         scales_bf16, codes = self._sections(payload, out_N.numel())
         scales = scales_bf16.to(torch.float32)
         require_finite(scales, "scales", limit=FLOAT_MAX / self.code_limit)
-        for out_M, scales_BS, codes_M in self._steps(out_N, scales, codes):
+        steps = self._steps(out_N, scales, codes)
+        kernels = self._kernels(out_N)
+        if kernels:
+            (out_M, scales_BS, codes_M), *steps = steps
+            kernels.read_tiles(self, codes_M, scales_BS, out_M)
+        for out_M, scales_BS, codes_M in steps:
             self._read_tile(codes_M, scales_BS, out_M)
 
     def _steps(self, x_N: Tensor, *rest: Tensor) -> Iterable[tuple[Tensor, ...]]:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from atoll.compression.base import Codec, Dims, peak, require_finite, spans
+from atoll.compression.kernels import fused
 from atoll.compression.registry import register
 
 
@@ -34,15 +35,25 @@ class RawCodec(Codec):
             if math.isfinite(float(witness)):
                 return witness
         # A sum of finite values may overflow: only now look at magnitudes, and clamp.
+        kernels = self._kernels(x_N)
+        if kernels:
+            return kernels.write_bf16(x_N, codes)
         limit = torch.finfo(self.dtype).max
         codes.copy_(x_N.clamp(-limit, limit))
         return peak(torch.stack([peak(x_N[start:stop]) for start, stop in spans(x_N)]))
 
     def _read(self, payload: Tensor, dims: Dims, out_N: Tensor) -> None:
         codes = payload.view(self.dtype)
+        kernels = self._kernels(out_N)
+        if kernels:
+            require_finite(kernels.read_bf16(codes, out_N), "values")
+            return
         for start, stop in spans(out_N):
             out_N[start:stop].copy_(codes[start:stop])
             require_all_finite(codes[start:stop])
+
+    def _kernels(self, x_N: Tensor) -> fused.Kernels | None:
+        return fused.kernels(x_N.device) if self.dtype == torch.bfloat16 else None
 
 
 def _copy(x_N: Tensor, codes: Tensor) -> Tensor:

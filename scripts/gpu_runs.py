@@ -308,7 +308,8 @@ def simulated(
     place: Place, text: str, settings: Settings, folder: Path, deadline_s: float
 ) -> tuple[Facts, bool]:
     """Train by a method with windows; its rounds run in this process."""
-    bench, (chosen,) = Bench(settings, place.choice), parse_methods(text, settings)
+    bench = Bench(settings, place.choice, compiles=not place.is_dry)
+    (chosen,) = parse_methods(text, settings)
     store = Folder(folder, settings)
     result = store.result(chosen, 0)
     if result is None:
@@ -359,6 +360,7 @@ def data_parallel(
                 "min_lr_ratio": settings.min_lr_ratio,
                 "clip_norm": settings.clip_norm,
                 "batch_size": settings.batch_size,
+                "compile": not place.is_dry,
             },
             "outer": {"inner_steps": settings.inner_steps},
         }

@@ -122,14 +122,19 @@ def _with_defaults(spec: str, settings: Settings) -> methods.Method:
 class Bench:
     """Text, device and held-out batches that all methods of a simulation share."""
 
-    def __init__(self, settings: Settings, device: str = "cpu") -> None:
+    def __init__(self, settings: Settings, device: str = "cpu", *, compiles: bool = False) -> None:
         """Open the text.
+
+        Args:
+            settings: what all methods share.
+            device: device name, see `Device.choose`.
+            compiles: compile models: a step of a GPU takes about half of the time.
 
         Raises:
             DataError: the text cannot be read or is too short.
             SetupError: the device cannot be used.
         """
-        self.settings = settings
+        self.settings, self.compiles = settings, compiles
         self.device = Device.choose(device)
         self.corpus = data.open_corpus(settings.source, seq_len=settings.seq_len)
         self.valid = self.corpus.validation(
@@ -200,6 +205,7 @@ class Simulation:
         self._rate = settings.rate(RATE_SHARES[self._inner])
         self._timetable = settings.timetable
         late = 1 if settings.join_step > 0 else 0
+        self._forwards: list[nn.Module] = []
         self.workers = [self._worker(index) for index in range(settings.workers - late)]
         self._streams = [bench.stream(seed, index) for index in range(settings.workers)]
         self._evaluator = Evaluator(bench.model(seed), bench.valid, bench.device)
@@ -210,7 +216,10 @@ class Simulation:
 
     def _worker(self, index: int) -> Worker:
         model = self.bench.model(self.seed)
-        optimizer = inner.build(self._inner, model, lr=self._rate.peak)
+        compiled = cast(nn.Module, torch.compile(model)) if self.bench.compiles else model
+        self._forwards.append(compiled)
+        fused = True if self.bench.device.device.type == "cuda" else None
+        optimizer = inner.build(self._inner, model, lr=self._rate.peak, fused=fused)
         return self.method.worker(
             model,
             optimizer,
@@ -236,7 +245,7 @@ class Simulation:
         for index, worker in enumerate(self.workers):
             self._size_window(worker)
             for _ in range(self._steps_of(index)):
-                self._train(worker, self._streams[index].next_batch())
+                self._train(worker, self._forwards[index], self._streams[index].next_batch())
         self.step += 1
         if self.sent_bytes > before:
             self.sent.append((self.step, self.sent_bytes - before))
@@ -270,11 +279,11 @@ class Simulation:
         """Payload sent per worker so far, on average."""
         return round(self.group.statistics().wire_bytes / self.group.size)
 
-    def _train(self, worker: Worker, batch_BT: Tensor) -> None:
+    def _train(self, worker: Worker, forward: nn.Module, batch_BT: Tensor) -> None:
         tokens_BT = batch_BT.to(self.bench.device.device)
         worker.inner.zero_grad()
         with self.bench.device.autocast():
-            loss = models.loss_of(worker.model, tokens_BT[:, :-1], tokens_BT[:, 1:])
+            loss = models.loss_of(forward, tokens_BT[:, :-1], tokens_BT[:, 1:])
         loss.backward()  # type: ignore[no-untyped-call]
         if not isinstance(self.method, methods.DDPMethod):  # it clips the mean gradient
             limit = self.bench.settings.clip_norm

@@ -6,8 +6,10 @@ the lab uses it alone.
 # B sequences, T positions, N parameters
 """
 
+import itertools
 import logging
 import math
+import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,6 +18,7 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor, nn
 
+from atoll.compression import staging
 from atoll.coordinator.run.sections import InnerSection
 from atoll.optim.inner import build
 from atoll.optim.methods.base import InnerName
@@ -318,7 +321,10 @@ def _put_back(model: nn.Module) -> Iterator[None]:
         yield
     finally:
         with torch.no_grad():
-            for value, before in zip(held, values, strict=True):
+            whole = [value.is_contiguous() for value in held]
+            pairs = list(zip(values, held, strict=True))
+            staging.to_device(itertools.compress(pairs, whole))
+            for before, value in itertools.compress(pairs, map(operator.not_, whole)):
                 value.copy_(before)
         for module, training in modes:
             module.training = training
@@ -332,8 +338,7 @@ def _copies(values: Sequence[Tensor]) -> list[Tensor]:
         place[: value.numel() * value.element_size()].view(value.dtype).view(value.shape)
         for place, value in zip(places, values, strict=True)
     ]
-    for copy, value in zip(copies, values, strict=True):
-        copy.copy_(value)
+    staging.to_host((value.contiguous(), copy) for value, copy in zip(values, copies, strict=True))
     return copies
 
 

@@ -30,11 +30,13 @@ import safetensors
 import torch
 from torch import Tensor
 
+from atoll.compression import staging
 from atoll.optim.state.parts import TensorPart
 from atoll.peer.errors import SavedStateError
 
 FORMAT = "atoll-saved-1"
 NO_DIGEST = "0" * 64  # as long as the digest that takes its place
+BUFFER_VALUES = 8 << 20  # of a GPU's, at once
 READ_BYTES = 1 << 18  # hashed at once: the pages are in memory already
 
 DTYPES = {
@@ -203,7 +205,8 @@ def _write(
     length = len(text).to_bytes(8, "little")
     file.write(length + text)
     for name in names:
-        file.write(_raw(tensors[name]))
+        for piece in _pieces(tensors[name]):
+            file.write(piece)
     before = len(length) + len(text)
     places = {
         name: _InFile(
@@ -217,6 +220,23 @@ def _write(
     # Quotes within the tree are escaped, so this is found nowhere else.
     mark = b'"sha256":"'
     return places, len(length) + text.index(mark + NO_DIGEST.encode()) + len(mark)
+
+
+def _pieces(tensor: Tensor) -> Iterator[memoryview]:
+    """Return the bytes of a tensor, piece by piece; each is there until the next one is asked for.
+
+    Those of a GPU pass through one buffer: a copy of the tensor would be in fresh pages, which take
+    longer to get than the bytes.
+    """
+    if tensor.device.type == "cpu":
+        yield _raw(tensor)
+        return
+    values = tensor.detach().contiguous().view(-1)
+    buffer = torch.empty(min(values.numel(), BUFFER_VALUES), dtype=values.dtype)
+    for piece in torch.split(values, BUFFER_VALUES):
+        on_cpu = buffer[: piece.numel()]
+        staging.to_host([(piece, on_cpu)])
+        yield _raw(on_cpu)
 
 
 def _raw(tensor: Tensor) -> memoryview:

@@ -35,9 +35,16 @@ CREATE TABLE IF NOT EXISTS peers (peer_id TEXT PRIMARY KEY, record BLOB NOT NULL
 class History:
     """Rounds, events and peers of one run."""
 
-    def __init__(self, path: Path) -> None:
-        """Open or create the file; a damaged one is renamed and replaced by a new one."""
+    def __init__(self, path: Path, *, reads_only: bool = False) -> None:
+        """Open or create the file; a damaged one is renamed and replaced by a new one.
+
+        With `reads_only` the file must be there, and stays as it is; it raises sqlite3.Error.
+        """
         self._lock = threading.Lock()
+        if reads_only:
+            uri = f"{path.absolute().as_uri()}?mode=ro"
+            self._db = sqlite3.connect(uri, uri=True, check_same_thread=False, timeout=10.0)
+            return
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
             self._db = _open(path)

@@ -30,8 +30,12 @@ def declared():
     return {normal(re.match(r"[\w.-]+", line)[0]) for line in lines}
 
 
+# A dependency of torch for CUDA, which needs its own version of it; absent elsewhere.
+WITH_TORCH = {"triton"}
+
+
 def third_party_imports(folder):
-    known = sys.stdlib_module_names | {"atoll"}
+    known = sys.stdlib_module_names | {"atoll"} | WITH_TORCH
     for path in sorted((ROOT / folder).rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []

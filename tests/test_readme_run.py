@@ -166,6 +166,8 @@ def test_the_commands_of_the_readme_work_in_the_order_of_a_run(reader):
     status = json.loads(reader.run("atoll status INVITE --json"))
     (shown,) = status["peers"]
     reader.peer = shown["peer_id"]
+    reader.run("atoll report INVITE --out report.html")
+    assert "svg+xml" in (reader.folder / "report.html").read_text()
     dashboard = reader.start("atoll dashboard INVITE")
     dashboard.await_text(r"round")
     assert dashboard.end(keys=b"q") == 0

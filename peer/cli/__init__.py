@@ -40,6 +40,7 @@ SUMMARIES = {
     "dashboard": "watch a run in the terminal",
     "status": "print the state of a run once",
     "rounds": "list committed rounds",
+    "report": "write a page about a run",
     "shards": "tokenise the text of a run once, for fast starts",
     "sample": "generate text from a checkpoint, or through a live pipeline",
     "eval": "measure a checkpoint: bits a byte, or tasks",

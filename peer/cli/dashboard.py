@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from atoll.peer.cli import Subparsers, new_parser
-from atoll.peer.cli.watching import add_invite, asking, look, read_invite
+from atoll.peer.cli.watching import add_run, feeding, look, read_run
 
 if TYPE_CHECKING:
     from atoll.coordinator.run.invite import Invite
@@ -26,9 +26,10 @@ def add_parser(subparsers: Subparsers) -> None:
         description="Watch a run: peers, tokens/s, loss, traffic, round phases, events. Without a\n"
         "terminal, or with --plain, print a line per round until the run is complete.",
         examples="atoll dashboard INVITE\natoll dashboard INVITE --light\n"
-        "atoll dashboard INVITE --plain >> run.log\natoll dashboard INVITE --screenshot run.svg",
+        "atoll dashboard INVITE --plain >> run.log\natoll dashboard INVITE --screenshot run.svg\n"
+        "atoll dashboard ~/.local/state/atoll/coordinators/NAME",
     )
-    add_invite(parser)
+    add_run(parser)
     parser.add_argument("--plain", action="store_true", help="Print lines instead of a screen.")
     parser.add_argument("--light", action="store_true", help="Start with the light theme.")
     parser.add_argument(
@@ -44,18 +45,18 @@ def run(args: argparse.Namespace) -> int:
     lines = args.plain or not (sys.stdin.isatty() and sys.stdout.isatty())
     if args.screenshot is not None or not lines:
         extra("textual", "the dashboard (--plain prints lines)")
-    invite = read_invite(args.invite)
+    chosen = read_run(args.invite)
     if args.screenshot is not None:
-        asyncio.run(_draw(invite, _expect_svg(args.screenshot), light=args.light))
+        asyncio.run(_draw(chosen, _expect_svg(args.screenshot), light=args.light))
         return 0
     try:
-        look(invite)  # fail on a useless invite here, not on the screen
+        look(chosen)  # fail on a useless invite here, not on the screen
     except CoordinatorUnreachable:
         pass  # it may come back: the screen shows the failure and retries
     if lines:
-        asyncio.run(_follow(invite))
+        asyncio.run(_follow(chosen))
         return 0
-    return asyncio.run(_show(invite, light=args.light))
+    return asyncio.run(_show(chosen, light=args.light))
 
 
 def _expect_svg(path: Path) -> Path:
@@ -64,32 +65,32 @@ def _expect_svg(path: Path) -> Path:
     return path
 
 
-async def _show(invite: "Invite", *, light: bool) -> int:
+async def _show(chosen: "Invite | Path", *, light: bool) -> int:
     from atoll.coordinator.dashboard.app import DashboardApp
 
-    async with asking(invite) as client:
-        app = DashboardApp(client.status, light=light)
+    async with feeding(chosen) as feed:
+        app = DashboardApp(feed, light=light)
         await app.run_async()
     return app.return_code or 0
 
 
-async def _draw(invite: "Invite", path: Path, *, light: bool) -> None:
+async def _draw(chosen: "Invite | Path", path: Path, *, light: bool) -> None:
     from atoll.coordinator.dashboard.app import save_screenshot
 
-    async with asking(invite) as client:
-        status = await client.status()
+    async with feeding(chosen) as feed:
+        status = await feed()
 
-    async def feed() -> "RunStatus":
+    async def same() -> "RunStatus":
         return status
 
-    await save_screenshot(feed, path, light=light)
+    await save_screenshot(same, path, light=light)
 
 
-async def _follow(invite: "Invite") -> None:
+async def _follow(chosen: "Invite | Path") -> None:
     from atoll.coordinator.report.plain import follow
 
-    async with asking(invite) as client:
-        await follow(client.status, _write)
+    async with feeding(chosen) as feed:
+        await follow(feed, _write)
 
 
 def _write(line: str) -> None:

@@ -7,7 +7,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from atoll.peer.cli import Subparsers, new_parser, print_json
-from atoll.peer.cli.watching import add_invite, look, read_invite
+from atoll.peer.cli.watching import add_run, look, read_run
 
 if TYPE_CHECKING:
     from atoll.coordinator.run.status import Gap, RoundSummary, RunStatus
@@ -27,7 +27,7 @@ def add_parser(subparsers: Subparsers) -> None:
         "atoll rounds INVITE --stage stage-1\n"
         "atoll rounds INVITE --json | jq '.rounds[].loss'",
     )
-    add_invite(parser)
+    add_run(parser)
     parser.add_argument(
         "--last",
         type=int,
@@ -57,11 +57,11 @@ def run(args: argparse.Namespace) -> int:
     """Print the rounds."""
     if args.last is not None and args.last < 1:
         raise RoundsError(f"--last must be at least 1, got {args.last}")
-    invite = read_invite(args.invite)
-    status = look(invite)
+    chosen = read_run(args.invite)
+    status = look(chosen)
     if args.stage:
         _expect_stage(status, args.stage)
-        status = look(invite, args.stage)
+        status = look(chosen, args.stage)
     shown = len(status.history) if args.last is None else args.last
     if args.json:
         told = json.loads(status.to_json())

@@ -1,4 +1,8 @@
-"""Reading an invite and querying the run, shared by `status`, `rounds` and `dashboard`."""
+"""Reading an invite and querying the run, for `status`, `rounds`, `dashboard` and `report`.
+
+In the place of an invite they take the state directory of the run's coordinator, which may have
+ended long ago.
+"""
 
 import argparse
 import asyncio
@@ -9,9 +13,21 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
+    from atoll.coordinator.recorded import PastRun
+    from atoll.coordinator.report.feed import Feed
     from atoll.coordinator.rpc.channel import StatusClient
     from atoll.coordinator.run.invite import Invite
     from atoll.coordinator.run.status import RunStatus
+
+
+def add_run(parser: argparse.ArgumentParser) -> None:
+    """Add the positional argument INVITE, which may also be a directory (`read_run`)."""
+    parser.add_argument(
+        "invite",
+        metavar="INVITE",
+        help="Invite string, a file that contains it, or the state directory of the run's "
+        "coordinator, whose records are shown.",
+    )
 
 
 def add_invite(parser: argparse.ArgumentParser) -> None:
@@ -46,18 +62,67 @@ def read_invite(text: str) -> "Invite":
         raise NotAnInvite(f"{path} does not contain an invite") from None
 
 
-def look(invite: "Invite", module: str = "") -> "RunStatus":
-    """Fetch the run's status from the coordinator once, with the rounds of a module.
+def read_run(text: str) -> "Invite | Path":
+    """Return the invite, or the directory, that an argument of `add_run` names.
+
+    Raises:
+        InviteError: `text` is neither an invite, nor a file with one, nor a directory.
+    """
+    if len(text) <= 255 and not text.startswith("atoll1") and Path(text).is_dir():
+        return Path(text)
+    return read_invite(text)
+
+
+def look(run: "Invite | Path", module: str = "") -> "RunStatus":
+    """Return the run's status once, with the rounds of a module.
 
     Raises:
         CoordinatorError: no answer, or a refusal.
+        NoRecord: the directory is no coordinator's.
     """
-    return asyncio.run(_look(invite, module))
+    if isinstance(run, Path):
+        return _recorded(run, module)
+    return asyncio.run(_look(run, module))
+
+
+def look_back(run: "Invite | Path") -> "PastRun":
+    """Return the run's status and all rounds that a coordinator tells of, or that it recorded.
+
+    Raises:
+        As `look`.
+    """
+    from atoll.coordinator.recorded import PastRun, read
+
+    if isinstance(run, Path):
+        return read(run)
+    status = look(run)
+    return PastRun(status=status, rounds=list(status.history))
+
+
+def _recorded(state_dir: Path, module: str = "") -> "RunStatus":
+    from atoll.coordinator.recorded import read
+    from atoll.coordinator.run.status import HISTORY
+
+    return read(state_dir, module=module, newest=HISTORY).status
 
 
 async def _look(invite: "Invite", module: str) -> "RunStatus":
     async with asking(invite) as client:
         return await client.status(module)
+
+
+@asynccontextmanager
+async def feeding(run: "Invite | Path") -> "AsyncIterator[Feed]":
+    """Yield a feed of the run's status."""
+    if isinstance(run, Path):
+
+        async def recorded() -> "RunStatus":
+            return await asyncio.to_thread(_recorded, run)
+
+        yield recorded
+        return
+    async with asking(run) as client:
+        yield client.status
 
 
 @asynccontextmanager

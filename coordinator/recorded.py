@@ -1,0 +1,183 @@
+"""The status of a run as its coordinator's directory records it, for a run that has ended.
+
+Only reads, and takes no lock, so it may look at the directory of a coordinator that runs; but then
+it knows only what is on disk. Peers are as they were last seen.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sqlite3
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from atoll.coordinator.history import History
+from atoll.coordinator.module_status import with_valid_losses
+from atoll.coordinator.run.keys import KEYS_FILE
+from atoll.coordinator.run.spec import RunSpec
+from atoll.coordinator.run.spec_problems import SpecError
+from atoll.coordinator.run.status import (
+    EVENTS,
+    HISTORY,
+    ModuleStatus,
+    RoundSummary,
+    RunState,
+    RunStatus,
+)
+from atoll.optim.log.entry import Entry
+from atoll.optim.log.orders import RunSettings, read_settings
+from atoll.optim.log.replica import WHOLE, log_folder
+from atoll.optim.log.store import LOG_FILE
+
+MAX_ROUNDS = 1_000_000  # read at once; 100,000 are about 60 MB
+
+
+class NoRecord(ValueError):
+    """The folder is no coordinator's, or nothing in it can be read."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PastRun:
+    """A run as a directory records it."""
+
+    status: RunStatus
+    rounds: list[RoundSummary]
+    """All of them, oldest first; those of the last stage of a pipeline."""
+
+
+def is_recorded(path: Path) -> bool:
+    """Return whether a path is the state directory of a coordinator."""
+    return (path / KEYS_FILE).is_file() and (path / "spec.json").is_file()
+
+
+def read(state_dir: Path, *, module: str = "", newest: int = MAX_ROUNDS) -> PastRun:
+    """Read the status and the newest rounds of a run.
+
+    Args:
+        state_dir: of its coordinator.
+        module: the one whose rounds are read; by default the last stage of a pipeline.
+        newest: rounds to read.
+
+    Raises:
+        NoRecord: the folder is no coordinator's, or is damaged.
+    """
+    if not is_recorded(state_dir):
+        raise NoRecord(
+            f"{state_dir}: expected the state directory of a coordinator, which has {KEYS_FILE} "
+            "and spec.json; pass the one that `atoll coordinator` printed at its start"
+        )
+    try:
+        spec = RunSpec.from_json((state_dir / "spec.json").read_bytes())
+        return _read(state_dir, spec, module or spec.modules[-1], newest)
+    except (OSError, SpecError, sqlite3.Error, ValueError) as error:
+        raise NoRecord(f"{state_dir}: cannot be read: {error}") from None
+
+
+def _read(state_dir: Path, spec: RunSpec, module: str, newest: int) -> PastRun:
+    if module not in spec.modules:
+        raise NoRecord(f"expected a module of {', '.join(spec.modules)}, got {module[:64]!r}")
+    heads = {name: _log_end(state_dir, name) for name in spec.modules}
+    rounds = _rounds(state_dir, module, newest)
+    if module != WHOLE and module == spec.modules[-1]:
+        rounds = with_valid_losses(rounds, _rounds(state_dir, spec.modules[0], newest))
+    with closing(_history(state_dir, WHOLE)) as history:
+        peers, events = history.peers(), history.events(EVENTS)
+    with closing(_history(state_dir, spec.modules[-1])) as history:
+        tokens = history.tokens_total()
+    last = heads[spec.modules[-1]]
+    times = [last.started_s or 0.0, *(r.at for r in rounds[-1:]), *(e.at for e in events)]
+    standings = [head.standing(spec, name) for name, head in heads.items()]
+    status = RunStatus(
+        run_name=spec.run.name,
+        run_id=last.run_id,
+        state=_state(standings),
+        epoch=last.epoch,
+        position=min(standing.position for standing in standings),
+        rounds_total=last.settings.course.rounds(spec.run.rounds),
+        min_peers=last.settings.min_peers or spec.round.min_peers,
+        chain=last.chain,
+        started_at=last.started_s,
+        now=max(times),
+        tokens_total=tokens,
+        loss=next((r.loss for r in reversed(rounds) if r.loss is not None), None),
+        valid_loss=next((r.valid_loss for r in reversed(rounds) if r.valid_loss), None),
+        peers=[replace(peer, state="gone") for peer in peers],
+        history=rounds[-HISTORY:],
+        events=events,
+        codec=spec.method().codec.spec,
+        method=spec.outer.method,
+        inner_steps=spec.outer.inner_steps,
+        settings=last.settings.numbers,
+        params=sum(standing.params for standing in standings),
+        modules=standings if len(standings) > 1 else [],
+    )
+    return PastRun(status=status, rounds=rounds)
+
+
+def _rounds(state_dir: Path, module: str, newest: int) -> list[RoundSummary]:
+    with closing(_history(state_dir, module)) as history:
+        return history.rounds(newest)
+
+
+def _history(state_dir: Path, module: str) -> History:
+    name = f"{module}.history.db" if module else "history.db"
+    return History(state_dir / name, reads_only=True)
+
+
+def _state(standings: list[ModuleStatus]) -> RunState:
+    """Return "finished", or "waiting": nobody can tell more of a run from its directory."""
+    return "finished" if all(s.state == "finished" for s in standings) else "waiting"
+
+
+@dataclass(frozen=True, kw_only=True)
+class _LogEnd:
+    """The end of one log."""
+
+    run_id: str
+    epoch: int
+    position: int
+    chain: str
+    started_s: float | None
+    settings: RunSettings
+    params: int
+
+    def standing(self, spec: RunSpec, name: str) -> ModuleStatus:
+        rounds = self.settings.course.rounds(spec.run.rounds)
+        return ModuleStatus(
+            name=name,
+            state="finished" if rounds and self.position >= rounds else "waiting",
+            epoch=self.epoch,
+            position=self.position,
+            chain=self.chain,
+            params=self.params,
+        )
+
+
+def _log_end(state_dir: Path, module: str) -> _LogEnd:
+    with _database(state_dir / log_folder(module) / LOG_FILE) as db:
+        meta = {key: bytes(value) for key, value in db.execute("SELECT key, value FROM meta")}
+        last = db.execute(
+            "SELECT position, epoch, chain, entry FROM entries ORDER BY position DESC LIMIT 1"
+        ).fetchone()
+        layout = db.execute("SELECT layout FROM snapshots LIMIT 1").fetchone()
+    position, epoch, chain, entry = last or (-1, 0, b"", b"")
+    shapes = json.loads(layout[0])["shapes"] if layout else []
+    started = meta.get("note:started")
+    return _LogEnd(
+        run_id=meta["run_id"].hex(),
+        epoch=epoch,
+        position=position + 1,
+        chain=bytes(chain).hex(),
+        started_s=float(started) if started else None,
+        settings=read_settings(Entry.decode(bytes(entry)).settings if entry else b""),
+        params=sum(math.prod(shape) for shape in shapes),
+    )
+
+
+@contextmanager
+def _database(path: Path) -> Iterator[sqlite3.Connection]:
+    with closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)) as db:
+        yield db

@@ -1,0 +1,72 @@
+"""A run as its coordinator's directory records it."""
+
+from contextlib import closing
+
+import pytest
+
+from atoll.coordinator import recorded
+from atoll.coordinator.history import History
+from support.organiser import Organiser, tiny_spec
+from support.status import make_events, make_peer, make_round
+
+
+@pytest.fixture(scope="module")
+def state_dir(tmp_path_factory):
+    """The directory of a coordinator that has ended, with rounds that it learned of."""
+    path = tmp_path_factory.mktemp("ended") / "state"
+    organiser = Organiser(tiny_spec(), path)
+    organiser.start()
+    organiser.stop()
+    with closing(History(path / "history.db")) as history:
+        for position in range(1, 601):
+            history.put_round(make_round(position, num_peers=3, left_out=[]))
+        for event in make_events(26, 3):
+            history.add_event(event)
+        history.put_peers([make_peer(i, position=600) for i in range(3)])
+    return path
+
+
+def contents(path):
+    return {p.name: p.read_bytes() for p in path.rglob("*") if p.suffix in (".db", ".sqlite")}
+
+
+def test_all_rounds_are_read_and_the_status_holds_the_newest(state_dir):
+    before = contents(state_dir)
+    record = recorded.read(state_dir)
+    assert [row.position for row in record.rounds] == list(range(1, 601))
+    status = record.status
+    assert [row.position for row in status.history] == list(range(89, 601))
+    assert (status.run_name, status.loss, status.valid_loss) == (
+        "tiny",
+        record.rounds[-1].loss,
+        record.rounds[-1].valid_loss,
+    )
+    assert {peer.state for peer in status.peers} == {"gone"}
+    assert status.now == record.rounds[-1].at
+    assert status.params > 0
+    assert contents(state_dir) == before
+
+
+def test_tokens_count_the_rounds_that_were_not_read(state_dir):
+    assert recorded.read(state_dir, newest=5).status.tokens_total == 600 * 3 * 61_440
+
+
+def test_a_folder_that_is_no_coordinators_is_refused(tmp_path):
+    with pytest.raises(recorded.NoRecord, match="state directory of a coordinator"):
+        recorded.read(tmp_path)
+
+
+def test_a_module_that_the_run_lacks_is_refused(state_dir):
+    with pytest.raises(recorded.NoRecord, match="stage-7"):
+        recorded.read(state_dir, module="stage-7")
+
+
+def test_a_damaged_history_is_named_and_left_as_it_is(state_dir, tmp_path):
+    for name in ("keys.json", "spec.json"):
+        (tmp_path / name).write_bytes((state_dir / name).read_bytes())
+    (tmp_path / "log").mkdir()
+    (tmp_path / "log" / "log.sqlite").write_bytes((state_dir / "log/log.sqlite").read_bytes())
+    (tmp_path / "history.db").write_bytes(b"no database" * 100)
+    with pytest.raises(recorded.NoRecord, match="cannot be read"):
+        recorded.read(tmp_path)
+    assert (tmp_path / "history.db").read_bytes() == b"no database" * 100

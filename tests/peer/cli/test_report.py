@@ -1,0 +1,60 @@
+"""`atoll report`, and a coordinator's directory in the place of an invite."""
+
+import json
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from atoll.coordinator.history import History
+from support.organiser import Organiser, tiny_spec
+from support.status import make_round
+
+
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory):
+    """The state directory of a coordinator that has ended."""
+    path = tmp_path_factory.mktemp("ended") / "state"
+    organiser = Organiser(tiny_spec(), path)
+    organiser.start()
+    organiser.stop()
+    with closing(History(path / "history.db")) as history:
+        for position in range(1, 6):
+            history.put_round(make_round(position, num_peers=3, left_out=[]))
+    return path
+
+
+def test_a_directory_takes_the_place_of_an_invite(atoll, ended):
+    status = json.loads(atoll("status", ended, "--json").out)
+    assert (status["run_name"], status["state"], len(status["history"])) == ("tiny", "waiting", 5)
+    rounds = json.loads(atoll("rounds", ended, "--last", 2, "--json").out)["rounds"]
+    assert [row["position"] for row in rounds] == [4, 5]
+    drawn = atoll("dashboard", ended, "--screenshot", "run.svg")
+    assert drawn.code == 0
+    assert "tiny" in Path("run.svg").read_text()
+
+
+@pytest.mark.parametrize("of", ["directory", "invite"])
+def test_a_report_is_one_file(of, atoll, ended, invite):
+    told = atoll("report", ended if of == "directory" else invite, "--out", "page.html")
+    assert (told.code, told.out) == (0, "page.html\n")
+    text = Path("page.html").read_text()
+    assert text.startswith("<!doctype html>")
+    assert ("svg+xml" in text) == (of == "directory")
+    assert [path.name for path in Path().iterdir()] == ["page.html"]
+
+
+@pytest.mark.parametrize(
+    ("out", "message"),
+    [("page.pdf", "must end in .html"), ("absent/page.html", "create it first")],
+)
+def test_a_page_that_cannot_be_written_is_refused(out, message, atoll, ended):
+    told = atoll("report", ended, "--out", out)
+    assert told.code == 2
+    assert message in told.err
+
+
+def test_a_folder_of_something_else_is_refused(atoll, tmp_path):
+    told = atoll("status", tmp_path)
+    assert told.code == 2
+    assert "state directory of a coordinator" in told.err

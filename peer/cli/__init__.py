@@ -36,6 +36,7 @@ SUMMARIES = {
     "evict": "remove a peer from a run",
     "run": "pause, resume, stop or change a run that goes on",
     "peer": "join a run and train until stopped",
+    "service": "start a peer or a coordinator at boot",
     "doctor": "check this machine and its connection to a run",
     "dashboard": "watch a run in the terminal",
     "status": "print the state of a run once",

@@ -92,7 +92,7 @@ def find(path: str | Path) -> CheckpointSet:
     """
     path = Path(path)
     given = read_header(_newest(path) if path.is_dir() else path)
-    if given.spec.topology.stages == 1:
+    if given.spec.topology.num_stages == 1:
         return CheckpointSet(headers=(given,))
     headers = tuple(read_header(each) for each in _beside(given, is_newest=path.is_dir()))
     stage = given.path.absolute().parent.name

@@ -81,6 +81,7 @@ class Coordinator:
         bootstrap: Callable[[], Sequence[str]] = tuple,
         desk: InviteDesk,
         orders: OrderDesk,
+        costs: Sequence[float] = (),
         accept_loss: bool = False,
         clock: Callable[[], float] = time.time,
         steady: Callable[[], float] = time.monotonic,
@@ -97,6 +98,7 @@ class Coordinator:
             bootstrap: returns the multiaddrs of the run's first DHT node.
             desk: checks invites.
             orders: keeps the organiser's.
+            costs: of a token, by module, which place newcomers; equal by default.
             accept_loss: continue from the logs here, whatever the history knows.
             clock: returns seconds since 1970.
             steady: returns monotonic seconds.
@@ -107,6 +109,7 @@ class Coordinator:
         self.run_id = run_id
         self._verify = verify
         self._orders = orders
+        self._costs = costs
         self.finished = asyncio.Event()
         self._bootstrap = bootstrap
         self._clock = clock
@@ -197,7 +200,7 @@ class Coordinator:
         rates: dict[str, list[float]] = {module: [] for module in self.logs}
         for module, rate in of_peer.values():
             rates[module].append(rate)
-        return needs_most(rates)
+        return needs_most(rates, self._costs)
 
     def log_of(self, module: str) -> KeptLog:
         """Return the log of a module. Raises Refusal."""

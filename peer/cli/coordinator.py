@@ -7,7 +7,7 @@ import asyncio
 import os
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -125,6 +125,7 @@ def run(args: argparse.Namespace) -> int:
     state_dir: Path = args.state_dir or coordinator_state_dir(spec.run.name)
     spec = with_digests(spec, spec_in(state_dir), say)
     genesis = first_state(spec, state_dir)
+    costs = costs_of(spec)
 
     def on_ready(up: Running) -> None:
         announce(up, as_json=args.json)
@@ -136,6 +137,7 @@ def run(args: argparse.Namespace) -> int:
             spec,
             genesis,
             state_dir,
+            costs=costs,
             on_ready=on_ready,
             quiet=args.quiet,
             has_keeper=args.keep,
@@ -204,11 +206,28 @@ def first_state(spec: RunSpec, state_dir: Path) -> Genesis:
     return make
 
 
+def costs_of(spec: RunSpec) -> Sequence[float]:
+    """Return what a token costs in each stage of a pipeline; nothing for a dense run.
+
+    Raises:
+        SetupError: the model or the tokenizer is not usable.
+    """
+    from atoll.peer.training import opening
+    from atoll.peer.training.permission import Allowed
+
+    if len(spec.modules) == 1:
+        return ()
+    own = Allowed.everything_in(spec)
+    known = opening.slices_of(spec, opening.open_tokenizer(spec, own).vocab_size, own)
+    return [needs.cost for needs in opening.stage_needs(spec, known)]
+
+
 async def _serve(
     spec: RunSpec,
     genesis: Genesis,
     state_dir: Path,
     *,
+    costs: Sequence[float],
     on_ready: Callable[[Running], None],
     quiet: bool,
     has_keeper: bool,
@@ -230,6 +249,7 @@ async def _serve(
         state_dir,
         start_node=lambda request: BootstrapNode.start(request, admission_s=admission_s),
         tokenizer=lambda: read_tokenizer(spec),
+        costs=costs,
         accept_loss=accept_loss,
         state_on_disk=state_on_disk,
     ) as up:

@@ -13,7 +13,7 @@ from atoll.peer.inference.served import ServedStage
 from atoll.peer.inference.server import TextServer
 from atoll.peer.training.data.load import ByteTokenizer
 from atoll.peer.training.devices import Device
-from atoll.peer.training.opening import slices_of, stage_slices
+from atoll.peer.training.opening import slices_by_stage, slices_of
 from atoll.peer.training.permission import Allowed
 from atoll.peer.training.sampling import Continuation, SamplingOptions, generate
 from atoll.peer.training.stages import StageModel
@@ -38,14 +38,14 @@ class Stages:
         return self._states[position][module]
 
     def served(self, module):
-        slices = stage_slices(self.spec, self.known, module)
+        slices = slices_by_stage(self.spec, self.known)[module]
         return ServedStage(self.known.build(slices, seed=3), self.known.num_logits)
 
     def whole(self, positions):
         """The model of a gathered checkpoint: each stage at its position."""
         slices = {}
         for module, position in zip(self.spec.modules, positions, strict=True):
-            stage = self.known.build(stage_slices(self.spec, self.known, module), seed=3)
+            stage = self.known.build(slices_by_stage(self.spec, self.known)[module], seed=3)
             state = self.state(module, position)
             state.layout.load_(stage, state.params_N)
             slices |= zip(stage.indices, stage.slices.values(), strict=True)
@@ -155,7 +155,7 @@ def gathered(spec, folder, positions):
     for module, position in zip(spec.modules, positions, strict=True):
         path = folder / "checkpoints" / module / f"{spec.run.name}-{position:08d}.safetensors"
         until(path.exists, f"the checkpoint {path.name} of {module}")
-        stage = known.build(stage_slices(spec, known, module), seed=spec.run.seed)
+        stage = known.build(slices_by_stage(spec, known)[module], seed=spec.run.seed)
         checkpoint = load_checkpoint(path)
         checkpoint.layout.load_(stage, checkpoint.params_N)
         slices |= zip(stage.indices, stage.slices.values(), strict=True)

@@ -66,6 +66,13 @@ def test_a_model_that_is_none_leaves_no_state_directory(atoll, spec_file, tmp_pa
     assert not (tmp_path / "state").exists()
 
 
+def test_patterns_that_do_not_fit_the_model_leave_no_state_directory(atoll, spec_file, tmp_path):
+    spec = spec_file(topology={"stages": [["slices.0.*"], ["slices.2.*"]]})
+    told = refused(atoll("coordinator", spec, "--state-dir", "state"))
+    assert "topology.stages: no pattern matches slices.1.attention_norm.weight; add it" in told
+    assert not (tmp_path / "state").exists()
+
+
 def test_a_missing_tokenizer_is_refused(atoll, spec_file, tmp_path):
     spec = spec_file(data={"tokenizer": "no-such.json"})
     refused(atoll("coordinator", spec, "--state-dir", "state"))

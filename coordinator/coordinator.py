@@ -13,9 +13,11 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from atoll.coordinator.admission_control import AdmissionControl, Refusal, RefusalStatus
 from atoll.coordinator.catching_up import AT_ONCE
+from atoll.coordinator.checkpointing import Checkpointing
 from atoll.coordinator.history import EventLog, History
 from atoll.coordinator.invites import InviteDesk, InvitesError
 from atoll.coordinator.kept_log import KeptLog, LogParts, Surroundings
@@ -138,12 +140,19 @@ class Coordinator:
             steady=lambda: self._steady(),
             may_begin=self._may_begin,
             lacking=orders.lacking,
-            on_moved=self._note_finished,
+            on_moved=self._on_moved,
+            on_kept=self._on_kept,
             turns=asyncio.Semaphore(AT_ONCE),
         )
         logs = [KeptLog(around, each, accept_loss=accept_loss) for each in parts]
         self.logs = {log.name: log for log in logs}
         """The logs of the run's modules, by name."""
+        self._checkpoints = Checkpointing(
+            spec,
+            {log.name: log.replica for log in logs},
+            {log.name: each.checkpoints for log, each in zip(logs, parts, strict=True)},
+            events.report,
+        )
         self._placed: dict[str, tuple[str, float]] = {}
         """By PeerID: the module that a peer of a pipeline was given when it joined, and when; those
         that came first are first."""
@@ -156,6 +165,10 @@ class Coordinator:
     def log(self) -> KeptLog:
         """The only log of a dense run; of a pipeline the last stage's, which knows the loss."""
         return next(reversed(self.logs.values()))
+
+    def last_checkpoint(self) -> Path | None:
+        """Return the newest checkpoint on disk; of a pipeline that of the last stage."""
+        return self._checkpoints.last()
 
     def place(self, peer_id: str, module: str, *, trains: bool = True) -> KeptLog:
         """Return the log that a peer shall follow: its own choice, or what needs it most.
@@ -356,6 +369,7 @@ class Coordinator:
         """Write the last checkpoints and the peers' statuses."""
         for log in self.logs.values():
             await log.close()
+        await self._checkpoints.close()
         self.presence.save()
 
     # Status
@@ -445,6 +459,14 @@ class Coordinator:
 
     def _is_finished(self) -> bool:
         return all(log.is_finished for log in self.logs.values())
+
+    def _on_moved(self) -> None:
+        self._note_finished()
+        self._checkpoints.look(last=self._is_finished())
+
+    def _on_kept(self) -> None:
+        self._note_finished()
+        self._checkpoints.look(last=True)
 
     def _note_finished(self) -> None:
         if self._is_finished() and not self.finished.is_set():

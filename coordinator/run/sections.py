@@ -616,7 +616,8 @@ class CoordinatorSection(Section):
     checkpoint_every: int = Field(
         default=25,
         ge=0,
-        description="Rounds between two checkpoints. 0: only at the end of the run.",
+        description="Rounds between two checkpoints, of a pipeline's last stage. 0: only at the "
+        "end of the run.",
     )
     keep_checkpoints: int = Field(
         default=3,

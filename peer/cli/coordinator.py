@@ -291,7 +291,7 @@ async def _tell(up: Running) -> None:
         say(f"resuming after round {status.position}")
     since = status if status.position else None
     await follow(feed, say, interval_s=FOLLOW_S, since=since)
-    checkpoint = up.coordinator.log.last_checkpoint()
+    checkpoint = up.coordinator.last_checkpoint()
     say(f"run complete; checkpoint: {checkpoint or 'none'}")
     say("still serving peers; press Ctrl-C to stop")
 

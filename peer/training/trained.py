@@ -35,8 +35,13 @@ class Trained:
     spec: RunSpec
     """Of the run, with this machine's files."""
     tokenizer: Tokenizer
-    position: int
-    """Rounds committed."""
+    positions: tuple[int, ...]
+    """Rounds committed by each module; a dense run has one, a pipeline one for each stage."""
+
+    @property
+    def position(self) -> int:
+        """Return the rounds committed; of a pipeline, by its last stage."""
+        return self.positions[-1]
 
 
 def load_checkpoint(
@@ -80,7 +85,8 @@ def load_checkpoint(
     else:
         whole = found if isinstance(found, Checkpoint) else found.read(found.headers[0])
         model = _dense(spec, whole, opened, allowed)
-    return Trained(model=model, spec=spec, tokenizer=opened, position=found.position)
+    positions = (found.position,) if isinstance(found, Checkpoint) else found.positions
+    return Trained(model=model, spec=spec, tokenizer=opened, positions=positions)
 
 
 def expect_stages(spec: RunSpec, found: CheckpointSet, known: Slices) -> None:

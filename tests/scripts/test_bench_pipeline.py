@@ -1,6 +1,5 @@
 """The results of `scripts/bench_pipeline.py`: bounds, what is counted when, targets, the page."""
 
-import os
 from contextlib import closing
 
 import bench_pipeline
@@ -169,16 +168,3 @@ def test_what_was_saved_stays_beside_what_is_new(tmp_path):
     assert "| 10 Mbit/s, 5 ms | 32, staleness 2 | 900 | 1,000 | 0.90 |" in text
     assert "| unequal |" in text and "returns 40%; nothing" in text and "old" not in text
     assert text.startswith("Before.") and text.rstrip().endswith("After.")
-
-
-def test_checkpoints_of_one_moment_are_a_model(tmp_path):
-    for stage, written in enumerate(([10, 20, 30], [5, 21, 29], [12, 13, 50]), start=1):
-        folder = tmp_path / f"stage-{stage}"
-        folder.mkdir()
-        assert pipeline_learning.moments(tmp_path) == []
-        for position, at_s in enumerate(written, start=1):
-            path = folder / f"run-{position:08}.safetensors"
-            path.touch()
-            os.utime(path, (at_s, at_s))
-    found = [[path.stem[-1:] for path in each] for each in pipeline_learning.moments(tmp_path)]
-    assert found == [["2", "1", "2"], ["3", "3", "2"]]  # at 10 s the third stage had none

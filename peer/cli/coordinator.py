@@ -209,16 +209,20 @@ def first_state(spec: RunSpec, state_dir: Path) -> Genesis:
 def costs_of(spec: RunSpec) -> Sequence[float]:
     """Return what a token costs in each stage of a pipeline; nothing for a dense run.
 
-    Raises:
-        SetupError: the model or the tokenizer is not usable.
+    A run that has begun needs no model here. Without it, all stages count as equal.
     """
+    from atoll.peer.errors import SetupError
     from atoll.peer.training import opening
     from atoll.peer.training.permission import Allowed
 
     if len(spec.modules) == 1:
         return ()
     own = Allowed.everything_in(spec)
-    known = opening.slices_of(spec, opening.open_tokenizer(spec, own).vocab_size, own)
+    try:
+        known = opening.slices_of(spec, opening.open_tokenizer(spec, own).vocab_size, own)
+    except SetupError as error:
+        say(f"warning: newcomers are placed as if all stages cost the same: {error}")
+        return ()
     return [needs.cost for needs in opening.stage_needs(spec, known)]
 
 

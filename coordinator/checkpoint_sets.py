@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -164,12 +163,10 @@ def _newest_complete(given: Header, folders: Mapping[str, Path]) -> Header | Non
         if found and wanted and found["run"] == wanted["run"]
     }
     for path in sorted(of_run, key=of_run.__getitem__, reverse=True):
-        with suppress(CheckpointError):  # damaged: an earlier one will do
-            header = read_header(path)
-            if set(header.moment) == set(folders) and all(
-                each.exists() for each in _paths(header, folders)
-            ):
-                return header
+        header = read_header(path)
+        is_of_run = set(header.moment) == set(folders)
+        if is_of_run and all(each.exists() for each in _paths(header, folders)):
+            return header
     return None
 
 

@@ -207,15 +207,16 @@ def first_state(spec: RunSpec, state_dir: Path) -> Genesis:
 
 
 def costs_of(spec: RunSpec) -> Sequence[float]:
-    """Return what a token costs in each stage of a pipeline; nothing for a dense run.
+    """Return what a token costs in each stage that patterns name; nothing if all count as equal.
 
-    A run that has begun needs no model here. Without it, all stages count as equal.
+    Those of a number of stages are as equal as the model's slices allow. A run that has begun needs
+    no model here; without it, stages count as equal too.
     """
     from atoll.peer.errors import SetupError
     from atoll.peer.training import opening
     from atoll.peer.training.permission import Allowed
 
-    if len(spec.modules) == 1:
+    if isinstance(spec.topology.stages, int):
         return ()
     own = Allowed.everything_in(spec)
     try:

@@ -418,7 +418,7 @@ class Playback:
         rates: dict[str, list[float]] = {str(stage): [] for stage in range(len(self._stages))}
         for record in self._records.values():
             rates[str(record.stage)].append(record.samples_per_s or 0.0)
-        return int(needs_most(rates, self._costs))
+        return int(needs_most(rates))
 
     def _new_confirmed(self) -> Confirmed:
         return Confirmed()

@@ -77,7 +77,9 @@ def test_patterns_that_do_not_fit_the_model_leave_no_state_directory(atoll, spec
 def test_newcomers_are_placed_by_what_stages_cost(capsys):
     stages = {"topology": {"stages": [["slices.[0-2].*"], ["slices.3.*"]]}}
     heavy, light = costs_of(RunSpec.from_dict(stages))
-    assert heavy > 2 * light and costs_of(RunSpec()) == ()
+    assert heavy > 2 * light
+    even = RunSpec.from_dict({"topology": {"stages": 2}})
+    assert costs_of(RunSpec()) == costs_of(even) == ()
     gone = RunSpec.from_dict(stages | {"model": {"custom": "no_such_module:build"}})
     assert costs_of(gone) == ()  # a run that goes on needs no model at its coordinator
     assert "warning: newcomers are placed as if all stages cost the same" in capsys.readouterr().err

@@ -105,8 +105,10 @@ def test_three_stages_train_one_model(pipeline):
 
 @pytest.mark.exhaustive  # the one whose last peer leaves begins like this
 def test_a_stage_of_two_peers_shares_the_flow_and_the_log(pipeline):
-    organiser, running = pipeline(peers=4, rounds=3)
+    organiser, running = pipeline(peers=4, rounds=3, exact=True)
     assert all(peer.join() for peer in running)
+    flows = [peer.flow for peer in organiser.status().peers]
+    assert all(flow.counted and not flow.double_counts for flow in flows)
     logs = organiser.up.coordinator.logs
     together = [log for log in logs.values() if log.rounds.newest()[-1].members == 2]
     assert len(together) == 1 and together[0].name == "stage-1"  # the fourth came to the first

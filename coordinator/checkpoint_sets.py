@@ -1,9 +1,10 @@
-"""The checkpoints of a run at one position: one file for each of its modules.
+"""The checkpoints of a run at one moment: one file for each of its modules.
 
     checkpoints/NAME-POSITION.safetensors            a dense run
     checkpoints/stage-1/NAME-POSITION.safetensors    a pipeline; stage-2 and so on beside it
 
-Each stage has a log of its own, so the newest files of two stages may be of different positions.
+Each stage has a log of its own, so at one moment the stages are at different positions, and parts
+of one position may never have worked together. A file says where the others were (`Header.moment`).
 The id in a file is that of its log, which follows from the run's and cannot be traced back to it.
 So files belong together if their specs, positions and slices do; two runs of one and the same spec
 are not told apart.
@@ -12,7 +13,7 @@ are not told apart.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,6 +23,7 @@ from atoll.coordinator.checkpoints import (
     Checkpoint,
     CheckpointError,
     Header,
+    after_rounds,
     load_checkpoint,
     read_header,
 )
@@ -34,7 +36,7 @@ _SLICE = re.compile(r"slices\.([0-9]{1,6})\..+", re.ASCII)
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointSet:
-    """Hold what a run has trained up to one position, in one file or several."""
+    """Hold what a run has trained up to one moment, in one file or several."""
 
     headers: tuple[Header, ...]
     """There is one for each module, in the order of `RunSpec.modules`."""
@@ -45,9 +47,14 @@ class CheckpointSet:
         return self.headers[0].spec
 
     @property
-    def position(self) -> int:
+    def positions(self) -> tuple[int, ...]:
         """Return how many rounds each module has committed."""
-        return self.headers[0].position
+        return tuple(header.position for header in self.headers)
+
+    @property
+    def position(self) -> int:
+        """Return how many rounds the run has committed; of a pipeline, its last stage."""
+        return self.positions[-1]
 
     @property
     def is_pipeline(self) -> bool:
@@ -84,19 +91,19 @@ def find(path: str | Path) -> CheckpointSet:
 
     Args:
         path: a file, of a pipeline that of any stage; or a folder: the newest checkpoint in it, of
-            a pipeline the newest position of which all stages have one.
+            a pipeline the newest moment of which all stages have one.
 
     Raises:
-        CheckpointError: there is none, a stage has none at that position, or a file is damaged, of
+        CheckpointError: there is none, a stage has none of that moment, or a file is damaged, of
             another run, position or stage.
     """
     path = Path(path)
     given = read_header(_newest(path) if path.is_dir() else path)
-    if given.spec.topology.stages == 1:
+    if given.spec.topology.num_stages == 1:
         return CheckpointSet(headers=(given,))
-    headers = tuple(read_header(each) for each in _beside(given, is_newest=path.is_dir()))
-    stage = given.path.absolute().parent.name
-    _expect_one_run(headers, as_of=headers[given.spec.modules.index(stage)])
+    as_of, paths = _beside(given, is_newest=path.is_dir())
+    headers = tuple(map(read_header, paths))
+    _expect_one_run(headers, as_of=as_of)
     _expect_stages(headers)
     return CheckpointSet(headers=headers)
 
@@ -109,66 +116,86 @@ def _newest(folder: Path) -> Path:
     return max(files, key=lambda file: file.stat().st_mtime_ns)
 
 
-def _beside(given: Header, *, is_newest: bool) -> list[Path]:
-    """Return the files of all stages: those of the given position, or of the newest one."""
+def _beside(given: Header, *, is_newest: bool) -> tuple[Header, list[Path]]:
+    """Return the files of all stages, and the header that names their positions.
+
+    Args:
+        given: of a file of the run.
+        is_newest: take the newest moment of which all are there, not that of this file.
+    """
     modules, stage = given.spec.modules, given.path.absolute().parent
     if stage.name not in modules:
         raise CheckpointError(
             f"{given.path}: it holds one of {len(modules)} stages; expected it in a folder "
             f"{modules[0]} to {modules[-1]}, beside the folders of the others"
         )
-    folders = [stage.parent / module for module in modules]
-    names = [{file.name for file in folder.glob(FILES)} for folder in folders]
-    complete = sorted(_same_name(set.intersection(*names), given.path.name), key=_position)
-    name = given.path.name
-    if is_newest and complete:
-        name = complete[-1]
-    lacking = [module for module, have in zip(modules, names, strict=True) if name not in have]
-    if lacking:
-        raise _incomplete(given, lacking, complete)
-    return [folder / name for folder in folders]
+    folders = {module: stage.parent / module for module in modules}
+    as_of = (_newest_complete(given, folders) if is_newest else None) or given
+    paths = _paths(as_of, folders)
+    if not all(path.exists() for path in paths):
+        raise _incomplete(as_of, paths, _newest_complete(given, folders))
+    return as_of, paths
 
 
-def _same_name(names: set[str], given: str) -> list[str]:
-    """Return the names of the same run's checkpoints; positions alone differ."""
-    wanted = _NAME.fullmatch(given)
-    if wanted is None:
-        return []
-    found = ((name, _NAME.fullmatch(name)) for name in names)
-    return [name for name, match in found if match and match["run"] == wanted["run"]]
+def _paths(as_of: Header, folders: Mapping[str, Path]) -> list[Path]:
+    """Return where the files of a moment should be; the file that names it is there."""
+    own = as_of.path.absolute().parent.name
+    return [
+        as_of.path if module == own else folders[module] / _name(as_of, position)
+        for module, position in as_of.moment.items()
+    ]
 
 
-def _position(name: str) -> int:
-    match = _NAME.fullmatch(name)
-    return int(match["position"]) if match else -1
+def _name(as_of: Header, position: int) -> str:
+    """Return the name of a file at another position of the same run."""
+    found = _NAME.fullmatch(as_of.path.name)
+    return f"{found['run'] if found else as_of.spec.run.name}-{position:08d}.safetensors"
 
 
-def _incomplete(given: Header, lacking: Sequence[str], complete: Sequence[str]) -> CheckpointError:
+def _newest_complete(given: Header, folders: Mapping[str, Path]) -> Header | None:
+    """Return the header of the newest file of the last stage beside which all others are."""
+    *_, last = folders.values()
+    wanted = _NAME.fullmatch(given.path.name)
+    files = {path: _NAME.fullmatch(path.name) for path in last.glob(FILES)}
+    of_run = {
+        path: int(found["position"])
+        for path, found in files.items()
+        if found and wanted and found["run"] == wanted["run"]
+    }
+    for path in sorted(of_run, key=of_run.__getitem__, reverse=True):
+        header = read_header(path)
+        is_of_run = set(header.moment) == set(folders)
+        if is_of_run and all(each.exists() for each in _paths(header, folders)):
+            return header
+    return None
+
+
+def _incomplete(as_of: Header, paths: Sequence[Path], complete: Header | None) -> CheckpointError:
     remedy = "wait for the next checkpoint of all stages"
-    if complete:
+    if complete is not None:
         remedy = (
-            f"the newest checkpoint of all stages is that after round {_position(complete[-1])}, "
-            f"{complete[-1]}"
+            "the newest checkpoint of all stages is that "
+            f"{after_rounds(tuple(complete.moment.values()))}, {complete.path.name} of "
+            f"{complete.path.absolute().parent.name}"
         )
-    return CheckpointError(
-        f"{given.path}: {' and '.join(lacking)} {'has' if len(lacking) == 1 else 'have'} no "
-        f"checkpoint of this name, after round {given.position}; {remedy}"
-    )
+    lacking = [f"{path.parent.name} has no {path.name}" for path in paths if not path.exists()]
+    return CheckpointError(f"{as_of.path}: {' and '.join(lacking)}, which belongs to it; {remedy}")
 
 
 def _expect_one_run(headers: Sequence[Header], *, as_of: Header) -> None:
-    for each in headers:
-        if _of(each) != _of(as_of):
+    for each, position in zip(headers, as_of.moment.values(), strict=True):
+        expected = _of(as_of, position)
+        if _of(each, each.position) != expected:
             raise CheckpointError(
-                f"{each.path}: expected a checkpoint {_of(as_of)}, as {as_of.path} is, got one "
-                f"{_of(each)}; put the file of that run and round there"
+                f"{each.path}: expected a checkpoint {expected}, as {as_of.path} says, got one "
+                f"{_of(each, each.position)}; put the file of that run and round there"
             )
 
 
-def _of(header: Header) -> str:
-    """Return the run and position of a checkpoint in words."""
+def _of(header: Header, position: int) -> str:
+    """Return the run of a checkpoint, and a position of it, in words."""
     name, digest = header.spec.run.name, header.spec.digest()
-    return f"of run {name} with spec {digest}, after round {header.position}"
+    return f"of run {name} with spec {digest}, after round {position}"
 
 
 def _expect_stages(headers: Sequence[Header]) -> None:

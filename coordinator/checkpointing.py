@@ -1,5 +1,10 @@
 """Writing and removing checkpoints on schedule; each is a file, named by its position.
 
+A pipeline has a log for each stage, and at one moment the stages stand at different positions. So
+the states of all stages are taken together, when the last stage has held enough rounds, and each
+file says at which positions the others were (`Checkpoint.moment`). The last stage's file is written
+last: if it is there, the others are.
+
 Only people need them: joining peers fetch snapshots, and the log replays to any position.
 """
 
@@ -8,14 +13,16 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 
 from atoll.coordinator.checkpoints import (
     Checkpoint,
     CheckpointError,
+    after_rounds,
     delete_checkpoint,
+    read_header,
     save_checkpoint,
 )
 from atoll.coordinator.run.levels import Level
@@ -30,61 +37,79 @@ LANDMARK_EVERY = 10  # one checkpoint in this many is never removed: the run's c
 
 
 class Checkpointing:
-    """Writes checkpoints one after another, in threads."""
+    """Writes checkpoints of all modules, one set after another, in threads."""
 
     def __init__(
         self,
         spec: RunSpec,
-        replica: ReplicaView,
-        folder: Path,
+        replicas: Mapping[str, ReplicaView],
+        folders: Mapping[str, Path],
         report: Callable[[Level, str], None],
     ) -> None:
-        """`report` logs an event for each checkpoint written or failed."""
+        """Continue after what is on disk.
+
+        Args:
+            spec: the run's.
+            replicas: of the modules, by name and in order.
+            folders: of their checkpoints.
+            report: logs an event for each set that was written or failed.
+        """
         self._spec = spec
-        self._replica = replica
-        self._folder = folder
+        self._replicas = replicas
+        self._folders = folders
         self._report = report
-        self._newest = self._newest_on_disk()
+        *_, self._lead = replicas
+        """Its rounds say when a set is due; each set has a file of its own there."""
+        self._newest = next(self._sets(), {})
         self._writing: asyncio.Task[None] | None = None
 
-    def path(self, position: int) -> Path:
-        """Return the file of the checkpoint at a position."""
-        return self._folder / f"{self._spec.run.name}-{position:08d}.safetensors"
+    def path(self, module: str, position: int) -> Path:
+        """Return the file of a module's checkpoint at a position."""
+        return self._folders[module] / f"{self._spec.run.name}-{position:08d}.safetensors"
 
     def last(self) -> Path | None:
-        """Return the newest checkpoint on disk."""
-        position = self._newest_on_disk()
-        return self.path(position) if position >= 0 else None
+        """Return the newest checkpoint on disk; of a pipeline that of the last stage."""
+        position = max(self._on_disk(self._lead), default=None)
+        return None if position is None else self.path(self._lead, position)
 
     def look(self, *, last: bool = False) -> None:
-        """Start a checkpoint if one is due at this position, or if it is the `last` one."""
-        position, every = self._replica.head.position, self._spec.coordinator.checkpoint_every
-        due = last or (every and position % every == 0)
-        if not due or not self._replica.is_current or position in (0, self._newest):
+        """Start a set of checkpoints if one is due, or if it is the `last` one."""
+        at = {name: replica.head.position for name, replica in self._replicas.items()}
+        lead, every = at[self._lead], self._spec.coordinator.checkpoint_every
+        is_due = every and lead % every == 0 and lead not in (0, self._newest.get(self._lead))
+        if not (is_due or last) or not any(at.values()) or at == self._newest:
             return
-        self._newest = position
+        if not all(replica.is_current for replica in self._replicas.values()):
+            return
+        self._newest = at
         # Never cancelled, and awaited by the next one or `close`: a checkpoint that begins is kept.
         self._writing = asyncio.create_task(self._write(self._writing))
 
     async def close(self) -> None:
-        """Write the last checkpoint."""
+        """Write the last checkpoints."""
         self.look(last=True)
         if self._writing is not None:
             await self._writing
 
-    def _newest_on_disk(self) -> int:
-        return max(self._on_disk(), default=-1)
+    def _sets(self) -> Iterator[Mapping[str, int]]:
+        """Yield the positions of each set on disk, from the newest one on."""
+        for position in reversed(self._on_disk(self._lead)):
+            if len(self._replicas) == 1:
+                yield {self._lead: position}
+                continue
+            with suppress(CheckpointError):
+                yield read_header(self.path(self._lead, position)).moment
 
-    def _on_disk(self) -> list[int]:
-        found = self._folder.glob(f"{self._spec.run.name}-{'[0-9]' * 8}.safetensors")
+    def _on_disk(self, module: str) -> list[int]:
+        found = self._folders[module].glob(f"{self._spec.run.name}-{'[0-9]' * 8}.safetensors")
         return sorted(int(path.stem[-8:]) for path in found)
 
     async def _write(self, before: asyncio.Task[None] | None) -> None:
         if before is not None:
             await before  # one at a time: each holds a copy of the model
         try:
-            path = await asyncio.to_thread(self._write_state)
-            self._report("info", f"checkpoint {path.name} written")
+            told = await asyncio.to_thread(self._write_states)
+            self._report("info", told)
             await asyncio.to_thread(self._remove_old)
         except CheckpointError as error:
             self._report("error", str(error))
@@ -92,39 +117,63 @@ class Checkpointing:
             logger.exception("a checkpoint failed")
             self._report("error", f"no checkpoint written: {error!r}")
 
-    def _write_state(self) -> Path:
-        at, release = self._kept()
+    def _write_states(self) -> str:
+        """Write a set, of states that are all taken before the first is written; describe it."""
+        held: dict[str, tuple[ReplicaStanding, Callable[[], None]]] = {}
         try:
-            checkpoint = Checkpoint(
-                spec=self._spec,
-                run_id=self._replica.run_id,
-                epoch=at.head.epoch,
-                position=at.head.position,
-                chain=at.head.chain,
-                state=_state_of(at),
-            )
-            path = self.path(at.head.position)
-            save_checkpoint(path, checkpoint, on_read=release)
-            return path
+            for name, replica in self._replicas.items():
+                held[name] = _kept(replica)
+            at = {name: standing.head.position for name, (standing, _) in held.items()}
+            for name, (standing, release) in held.items():
+                self._write_state(name, standing, {} if len(at) == 1 else at, release)
         finally:
-            release()
+            for _, release in held.values():
+                release()
+        if len(at) == 1:
+            return f"checkpoint {self.path(self._lead, at[self._lead]).name} written"
+        return f"checkpoint of all stages written, {after_rounds(tuple(at.values()))}"
 
-    def _kept(self) -> tuple[ReplicaStanding, Callable[[], None]]:
-        """Return where the replica stands, with a state that stays as it is until released."""
-        while True:
-            at = self._replica.standing  # read once: the log may move on meanwhile
-            with suppress(StateGone):  # it has moved on: then there is another one soon
-                return at, _state_of(at).keep()
-            time.sleep(MOVES_ON_S)
+    def _write_state(
+        self,
+        module: str,
+        at: ReplicaStanding,
+        moment: Mapping[str, int],
+        release: Callable[[], None],
+    ) -> None:
+        checkpoint = Checkpoint(
+            spec=self._spec,
+            run_id=self._replicas[module].run_id,
+            epoch=at.head.epoch,
+            position=at.head.position,
+            chain=at.head.chain,
+            state=_state_of(at),
+            moment=moment,
+        )
+        save_checkpoint(self.path(module, at.head.position), checkpoint, on_read=release)
 
     def _remove_old(self) -> None:
+        """Remove files of no set that stays: the newest ones, and landmarks."""
         settings = self._spec.coordinator
         if not settings.keep_checkpoints:
             return
         landmarks = LANDMARK_EVERY * max(1, settings.checkpoint_every)
-        for position in self._on_disk()[: -settings.keep_checkpoints]:
-            if position % landmarks:
-                delete_checkpoint(self.path(position), self._replica.run_id)
+        stay = [
+            each
+            for age, each in enumerate(self._sets())
+            if age < settings.keep_checkpoints or each[self._lead] % landmarks == 0
+        ]
+        for module, replica in self._replicas.items():
+            for position in set(self._on_disk(module)) - {each[module] for each in stay}:
+                delete_checkpoint(self.path(module, position), replica.run_id)
+
+
+def _kept(replica: ReplicaView) -> tuple[ReplicaStanding, Callable[[], None]]:
+    """Return where a replica stands, with a state that stays as it is until released."""
+    while True:
+        at = replica.standing  # read once: the log may move on meanwhile
+        with suppress(StateGone):  # it has moved on: then there is another one soon
+            return at, _state_of(at).keep()
+        time.sleep(MOVES_ON_S)
 
 
 def _state_of(at: ReplicaStanding) -> OuterState:

@@ -4,7 +4,8 @@
                parameter; "memory", in the format of the momentum, if the method keeps more than
                that (`atoll.optim.state.outer_state`)
     metadata   format "atoll checkpoint 2", spec (canonical JSON), layout (JSON: the order of the
-               names), position, epoch, chain, run_id and root (hex)
+               names), position, epoch, chain, run_id and root (hex); of a pipeline also
+               moment (JSON: the positions of all modules at that moment, by name)
 
 `root` is the state root (`atoll.optim.state.outer_state`) over all numbers, so a reader can verify
 what was written. A file is written under another name, synced and renamed; the checkpoint of
@@ -21,9 +22,9 @@ from __future__ import annotations
 import json
 import os
 import struct
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import IO, Any
@@ -60,6 +61,8 @@ class Checkpoint:
     chain: bytes
     """The chain at that position."""
     state: OuterState
+    moment: Mapping[str, int] = field(default_factory=dict)
+    """Positions of all modules when the states of a pipeline were taken; empty of a dense run."""
 
     @property
     def layout(self) -> Layout:
@@ -95,6 +98,17 @@ class Header:
     chain: bytes
     layout: Layout
     """The file has these tensors: parameters as fp32, momentum as fp32 or bf16."""
+    moment: Mapping[str, int]
+    """Positions of all modules of the run at that moment, in order."""
+
+
+def after_rounds(positions: Sequence[int]) -> str:
+    """Return in words after which round each module is, once if all are after the same one."""
+    first, *others = positions
+    if set(others) <= {first}:
+        return f"after round {first}"
+    *earlier, last = map(str, positions)
+    return f"after rounds {', '.join(earlier)} and {last}"
 
 
 def save_checkpoint(
@@ -153,6 +167,7 @@ def load_checkpoint(path: str | Path) -> Checkpoint:
         position=state.position,
         chain=header.chain,
         state=state,
+        moment=header.moment if len(header.moment) > 1 else {},
     )
 
 
@@ -233,7 +248,7 @@ def _metadata(checkpoint: Checkpoint) -> dict[str, str]:
         "position": str(checkpoint.position),
         "chain": checkpoint.chain.hex(),
         "root": checkpoint.state.root().hex(),
-    }
+    } | ({"moment": json.dumps(dict(checkpoint.moment))} if checkpoint.moment else {})
 
 
 def _expect_own(path: Path, run_id: bytes) -> None:
@@ -313,14 +328,16 @@ def _expect_tensors(path: Path, layout: Layout, file: Any) -> torch.dtype:  # no
 
 def _header(path: Path, metadata: Mapping[str, str]) -> Header:
     try:
+        spec, position = RunSpec.from_json(metadata["spec"].encode()), int(metadata["position"])
         return Header(
             path=path,
-            spec=RunSpec.from_json(metadata["spec"].encode()),
+            spec=spec,
             run_id=bytes.fromhex(metadata["run_id"]),
             epoch=int(metadata["epoch"]),
-            position=int(metadata["position"]),
+            position=position,
             chain=bytes.fromhex(metadata["chain"]),
             layout=Layout.from_json(metadata["layout"]),
+            moment=_moment(spec.modules, metadata.get("moment"), position),
         )
     except SpecError as error:
         raise CheckpointError(
@@ -328,3 +345,15 @@ def _header(path: Path, metadata: Mapping[str, str]) -> Header:
         ) from None
     except ValueError as error:
         raise CheckpointError(f"{path}: damaged: {error}; use an earlier checkpoint") from None
+
+
+def _moment(modules: Sequence[str], told: str | None, position: int) -> dict[str, int]:
+    """Return the positions of a run's modules; a file that tells none is of one position."""
+    if told is None:
+        return dict.fromkeys(modules, position)
+    found: object = json.loads(told)
+    if not isinstance(found, dict) or set(found) != set(modules):
+        raise ValueError(f"expected the moment of {len(modules)} modules, got {told[:80]!r}")
+    if not all(isinstance(at, int) and at >= 0 for at in found.values()):
+        raise ValueError(f"expected positions from 0 on, got {told[:80]!r}")
+    return {module: found[module] for module in modules}

@@ -13,9 +13,11 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from atoll.coordinator.admission_control import AdmissionControl, Refusal, RefusalStatus
 from atoll.coordinator.catching_up import AT_ONCE
+from atoll.coordinator.checkpointing import Checkpointing
 from atoll.coordinator.history import EventLog, History
 from atoll.coordinator.invites import InviteDesk, InvitesError
 from atoll.coordinator.kept_log import KeptLog, LogParts, Surroundings
@@ -81,6 +83,7 @@ class Coordinator:
         bootstrap: Callable[[], Sequence[str]] = tuple,
         desk: InviteDesk,
         orders: OrderDesk,
+        costs: Sequence[float] = (),
         accept_loss: bool = False,
         clock: Callable[[], float] = time.time,
         steady: Callable[[], float] = time.monotonic,
@@ -97,6 +100,7 @@ class Coordinator:
             bootstrap: returns the multiaddrs of the run's first DHT node.
             desk: checks invites.
             orders: keeps the organiser's.
+            costs: of a token, by module, which place newcomers; equal by default.
             accept_loss: continue from the logs here, whatever the history knows.
             clock: returns seconds since 1970.
             steady: returns monotonic seconds.
@@ -107,6 +111,7 @@ class Coordinator:
         self.run_id = run_id
         self._verify = verify
         self._orders = orders
+        self._costs = costs
         self.finished = asyncio.Event()
         self._bootstrap = bootstrap
         self._clock = clock
@@ -135,12 +140,19 @@ class Coordinator:
             steady=lambda: self._steady(),
             may_begin=self._may_begin,
             lacking=orders.lacking,
-            on_moved=self._note_finished,
+            on_moved=self._on_moved,
+            on_kept=self._on_kept,
             turns=asyncio.Semaphore(AT_ONCE),
         )
         logs = [KeptLog(around, each, accept_loss=accept_loss) for each in parts]
         self.logs = {log.name: log for log in logs}
         """The logs of the run's modules, by name."""
+        self._checkpoints = Checkpointing(
+            spec,
+            {log.name: log.replica for log in logs},
+            {log.name: each.checkpoints for log, each in zip(logs, parts, strict=True)},
+            events.report,
+        )
         self._placed: dict[str, tuple[str, float]] = {}
         """By PeerID: the module that a peer of a pipeline was given when it joined, and when; those
         that came first are first."""
@@ -153,6 +165,10 @@ class Coordinator:
     def log(self) -> KeptLog:
         """The only log of a dense run; of a pipeline the last stage's, which knows the loss."""
         return next(reversed(self.logs.values()))
+
+    def last_checkpoint(self) -> Path | None:
+        """Return the newest checkpoint on disk; of a pipeline that of the last stage."""
+        return self._checkpoints.last()
 
     def place(self, peer_id: str, module: str, *, trains: bool = True) -> KeptLog:
         """Return the log that a peer shall follow: its own choice, or what needs it most.
@@ -197,7 +213,7 @@ class Coordinator:
         rates: dict[str, list[float]] = {module: [] for module in self.logs}
         for module, rate in of_peer.values():
             rates[module].append(rate)
-        return needs_most(rates)
+        return needs_most(rates, self._costs)
 
     def log_of(self, module: str) -> KeptLog:
         """Return the log of a module. Raises Refusal."""
@@ -353,6 +369,7 @@ class Coordinator:
         """Write the last checkpoints and the peers' statuses."""
         for log in self.logs.values():
             await log.close()
+        await self._checkpoints.close()
         self.presence.save()
 
     # Status
@@ -442,6 +459,14 @@ class Coordinator:
 
     def _is_finished(self) -> bool:
         return all(log.is_finished for log in self.logs.values())
+
+    def _on_moved(self) -> None:
+        self._note_finished()
+        self._checkpoints.look(last=self._is_finished())
+
+    def _on_kept(self) -> None:
+        self._note_finished()
+        self._checkpoints.look(last=True)
 
     def _note_finished(self) -> None:
         if self._is_finished() and not self.finished.is_set():

@@ -13,7 +13,6 @@ from pathlib import Path
 
 from atoll.coordinator.admission_control import Refusal, RefusalStatus
 from atoll.coordinator.catching_up import CatchUp, Recover, Taken
-from atoll.coordinator.checkpointing import Checkpointing
 from atoll.coordinator.epochs import Epochs
 from atoll.coordinator.gossip import FetchModel, KeptModels, ReportedRounds
 from atoll.coordinator.heads import AskHead, Heads
@@ -60,6 +59,8 @@ class Surroundings:
     """Returns the orders that a log lacks whose newest one has this number."""
     on_moved: Callable[[], None]
     """Called when a log has moved on."""
+    on_kept: Callable[[], None]
+    """Called when a gossip run has a newer model."""
     turns: asyncio.Semaphore
     """It limits how many logs recover at a time what no peer publishes."""
 
@@ -109,7 +110,6 @@ class KeptLog:
             self._report("error", str(damage))
         self.rounds = self._open_rounds(history)
         self._publisher = PublisherChoice()
-        self._checkpoints = Checkpointing(spec, replica, parts.checkpoints, self._report)
         self._catching_up: CatchUp | None = None
         self._models: KeptModels | None = None
         self._scrubbing = Scrubbing(replica, self._report) if self._logged else None
@@ -159,10 +159,6 @@ class KeptLog:
     def head(self) -> StoreHead:
         """Return the end of the log."""
         return self.replica.head
-
-    def last_checkpoint(self) -> Path | None:
-        """Return the newest checkpoint on disk."""
-        return self._checkpoints.last()
 
     def alive(self, now_s: float) -> list[KnownPeer]:
         """Return the peers online that follow this log."""
@@ -270,7 +266,7 @@ class KeptLog:
             fetch,
             every=self._spec.coordinator.checkpoint_every,
             last=self._spec.run.rounds,
-            on_kept=self._on_kept,
+            on_kept=self._around.on_kept,
             report=self._report,
         )
         return self._models
@@ -290,13 +286,12 @@ class KeptLog:
             self._models.look(self.position(now_s), now_s)
 
     async def close(self) -> None:
-        """Write the last checkpoint."""
+        """End what runs beside the log."""
         if self._looking is not None:
             self._looking.cancel()
             await asyncio.gather(self._looking, return_exceptions=True)
         if self._scrubbing is not None:
             await self._scrubbing.close()
-        await self._checkpoints.close()
 
     # Standing
 
@@ -348,10 +343,6 @@ class KeptLog:
         alive = self.alive(self._around.steady())
         return mean([member.status.valid_loss for member in alive])
 
-    def _on_kept(self) -> None:
-        self._around.on_moved()
-        self._checkpoints.look(last=True)
-
     def _on_recovered(self, taken: Sequence[Taken]) -> None:
         for each in taken:
             left_out = self._left_out(each.electorate, each.entry)
@@ -373,7 +364,6 @@ class KeptLog:
         if self.replica.diverged and not self._divergence_reported:
             self._divergence_reported = True
             self._report("error", self.replica.diverged)
-        self._checkpoints.look(last=self.is_finished)
 
     async def _look_for_epochs(self, now_s: float) -> None:
         """Open an epoch if one is due; peers that do not answer hold up nothing else."""

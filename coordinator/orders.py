@@ -64,7 +64,7 @@ def misfit(spec: RunSpec, change: Change) -> str:
             return f"{method.name} takes the inner learning rate; set inner_scale instead"
         case SetOuterMomentum() if not hasattr(method, "momentum"):
             return f"{method.name} has no outer momentum"
-        case SetMinPeers() if spec.topology.stages > 1:
+        case SetMinPeers() if spec.topology.num_stages > 1:
             return "the stages of a pipeline go on with one peer each, whatever min_peers is"
         case StopRun(after_round=last) if last and 0 < spec.run.rounds <= last:
             return f"the run ends after round {spec.run.rounds} in any case"

@@ -286,21 +286,25 @@ def window_s(alive: Iterable[KnownPeer], *, tokens: int) -> float:
     return times[(len(times) - 1) // 2] if times else 0.0
 
 
-def needs_most(rates: Mapping[str, Sequence[float]]) -> str:
+def needs_most(rates: Mapping[str, Sequence[float]], costs: Sequence[float] = ()) -> str:
     """Return the module of a pipeline that a newcomer serves: the one with the lowest level.
 
-    The level is the sum of its peers' rates. One that is not measured counts as the median of its
-    module's, or of all. No peer counts more than `FASTEST` medians of all: who claims more would
-    keep newcomers away.
+    The level is the sum of its peers' rates. A peer's speed is its rate times the module's cost.
+    One that is not measured has the median speed of its module, or of all. No peer counts more
+    than `FASTEST` medians of all: who claims more would keep newcomers away.
 
     Args:
         rates: by module, in order: tokens/s that each of its peers can do; 0 if not measured.
+        costs: of a token, by module; equal by default.
     """
-    usual = _median_low([rate for each in rates.values() for rate in each if rate]) or 1.0
+    cost_of = dict(zip(rates, costs or [1.0] * len(rates), strict=True))
+    speeds = {name: [rate * cost_of[name] for rate in each] for name, each in rates.items()}
+    usual = _median_low([speed for each in speeds.values() for speed in each if speed]) or 1.0
 
     def level(module: str) -> float:
-        here = _median_low([rate for rate in rates[module] if rate]) or usual
-        return sum(min(rate or here, FASTEST * usual) for rate in rates[module])
+        here = _median_low([speed for speed in speeds[module] if speed]) or usual
+        able = sum(min(speed or here, FASTEST * usual) for speed in speeds[module])
+        return able / cost_of[module]
 
     return min(rates, key=level)
 

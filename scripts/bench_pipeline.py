@@ -14,6 +14,8 @@
     vacant    3 stages, 6 peers; both peers of a stage are killed, of each in turn
     calm      3 stages, 6 peers train a small model on real text: held-out loss by tokens
     struck    the same with a kill every 40 s; the loss against that of `calm` at equal tokens
+    exact     the run of `links` without and with `exact`, and kills in the second stage
+    serve     2 stages, 2 peers that compute; training without and with clients of texts
 
 A coordinator with a public address and the peers are processes on hosts of `WanLab`, with a model
 whose slices mostly wait (`pipeline_lab.py`). Exits with 1 if a target is missed, and with 2 if
@@ -36,6 +38,7 @@ from typing import Any
 from bench_allreduce import lab_is_possible
 from bench_nat import progress
 from circumstances import circumstances, commit, today
+from pipeline_costs import exact, exact_table, served, served_table
 from pipeline_lab import (
     ROWS,
     Counts,
@@ -75,6 +78,7 @@ EQUAL = Pipeline(
     forward_s=(0.06,) * 3, factors=(1.0,) * 6, microbatches=32, staleness=2, inner_steps=RARE
 )
 DRAINED = replace(EQUAL, staleness=0)
+EXACT = (EQUAL, replace(EQUAL, exact=True))
 UNEQUAL_PEERS = Pipeline(
     forward_s=(0.02, 0.05),
     factors=(1.0, 1.0, 1.0, 2.0, 1.0, 4.0),
@@ -385,6 +389,8 @@ def tables(found: dict[str, Any]) -> str:
     parts += [churn_table(found["churn"])] if found["churn"] else []
     parts += [vacant_table(found["vacant"])] if found["vacant"] else []
     parts += [learned_table(found["learned"])] if len(found["learned"]) == len(LEARNING) else []
+    parts += [exact_table(found["exact"])] if found["exact"] else []
+    parts += [served_table(found["served"])] if found["served"] else []
     return "\n\n".join(parts)
 
 
@@ -397,6 +403,8 @@ def merged(known: dict[str, Any], found: dict[str, Any]) -> dict[str, Any]:
         "churn": found["churn"] or known.get("churn"),
         "vacant": found["vacant"] or known.get("vacant", []),
         "learned": known.get("learned", {}) | found["learned"],
+        "exact": found["exact"] or known.get("exact", []),
+        "served": found["served"] or known.get("served"),
     }
 
 
@@ -434,7 +442,7 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    add, names = parser.add_argument, [*CASES, "churn", "vacant", *LEARNING]
+    add, names = parser.add_argument, [*CASES, "churn", "vacant", *LEARNING, "exact", "serve"]
     add("--only", default="", help=f"comma-separated (default all), of: {', '.join(names)}")
     add(
         "--minutes",
@@ -472,6 +480,8 @@ def main() -> int:
         "churn": None,
         "vacant": [],
         "learned": {},
+        "exact": [],
+        "served": None,
     }
     missed: list[str] = []
     origin = {"date": today(), "commit": commit()}
@@ -494,6 +504,14 @@ def main() -> int:
             progress(json.dumps(asdict(learns)))
             found["learned"][name] = asdict(learns) | origin
             missed += missed_loss(merged(known(), found)["learned"])
+        for each in exact(EXACT, options.seconds) if name == "exact" else ():
+            progress(json.dumps(asdict(each)))
+            found["exact"].append(asdict(each) | origin)
+            missed += each.missed
+        if name == "serve":
+            texts = served(options.seconds)
+            progress(json.dumps(asdict(texts)))
+            found["served"] = asdict(texts) | origin
         if options.save:  # what is finished stays, whatever comes next
             save(found)
     print(tables(found))

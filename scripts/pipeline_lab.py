@@ -113,6 +113,7 @@ class Pipeline:
     windows: str = "equal"
     activations: str = CODEC
     gradients: str = CODEC
+    exact: bool = False
 
     @property
     def stages(self) -> int:
@@ -222,6 +223,7 @@ class Flowing(Case):
                     "activations": pipeline.activations,
                     "gradients": pipeline.gradients,
                     "staleness": pipeline.staleness,
+                    "exact": pipeline.exact,
                 },
                 "round": {"min_peers": pipeline.peers},
                 "coordinator": {"advertise": self.lab.ip(0)},

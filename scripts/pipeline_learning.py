@@ -1,10 +1,9 @@
 """What kills cost a pipeline in loss, with a small model and real text, for `bench_pipeline.py`.
 
-A run without an end keeps a checkpoint of each round. Afterwards the stages' checkpoints of one
-moment are one model: each stage has a log of its own, so one that waited is at an earlier position
-than the others, and files of one position would be of different times. The model's loss is that of
-`atoll eval`, and its tokens are those that the logs of its stages have counted until there, as a
-mean over the stages. Two runs are compared at equal tokens, by straight lines between checkpoints.
+A run without an end keeps a checkpoint of all stages for each round of the last one. The model's
+loss is that of `atoll eval`, and its tokens are those that the logs of its stages have counted
+until there, as a mean over the stages. Two runs are compared at equal tokens, by straight lines
+between checkpoints.
 """
 
 import random
@@ -34,8 +33,8 @@ from pipeline_lab import (
 )
 from torch import nn
 
-from atoll.coordinator.checkpoint_sets import CheckpointSet
-from atoll.coordinator.checkpoints import read_header
+from atoll.coordinator.checkpoint_sets import CheckpointSet, find
+from atoll.coordinator.checkpoints import after_rounds
 from atoll.coordinator.run.spec import RunSpec
 from atoll.optim.log.entry import Entry
 from atoll.optim.log.store import LOG_FILE
@@ -160,49 +159,24 @@ def learned_of(
     )
 
 
-def moments(folder: Path) -> list[tuple[Path, ...]]:
-    """Return the newest checkpoint of each stage, each time that the first stage has written one.
-
-    The first ones of a stage may be older than those of another; they are left out.
-    """
-    of_stages = [files_by_age(stage) for stage in sorted(folder.glob("stage-*"))]
-    if len(of_stages) < LEARNED.stages:
-        return []
-    found = []
-    for path in of_stages[0]:
-        now_ns = path.stat().st_mtime_ns
-        newest = [
-            [each for each in files if each.stat().st_mtime_ns <= now_ns][-1:]
-            for files in of_stages
-        ]
-        if all(newest):
-            found.append(tuple(each for (each,) in newest))
-    return found
-
-
-def files_by_age(stage: Path) -> list[Path]:
-    """Return the checkpoints of a stage, the oldest first."""
-    return sorted(stage.glob("*.safetensors"), key=lambda path: path.stat().st_mtime_ns)
-
-
 def curve(folder: Path) -> list[tuple[float, float]]:
     """Return tokens and held-out loss at some moments of a run."""
     state = folder / "state"
     counted = [tokens_until(state / f"stage-{n + 1}" / LOG_FILE) for n in range(LEARNED.stages)]
-    found = spread(moments(state / "checkpoints")[LEAST_ROUNDS:])
+    last_stage = state / "checkpoints" / f"stage-{LEARNED.stages}"
+    found = spread(sorted(last_stage.glob("*.safetensors"))[LEAST_ROUNDS:])
     if not found:
         return []
     trained = load_checkpoint(state / "checkpoints")
     text = held_out(trained, data=None, tokenizer=None, tokens=EVAL_TOKENS)
     device, points = Device.choose("cpu", "float32"), []
-    for paths in found:
-        moment = CheckpointSet(headers=tuple(map(read_header, paths)))
+    for moment in map(find, found):
         put_params(trained.model, moment)
         loss = measure(trained.model, trained.tokenizer, text.batches, device=device).loss
-        at = [header.position for header in moment.headers]
+        at = moment.positions
         tokens = mean(of_stage[position] for of_stage, position in zip(counted, at, strict=True))
         points.append((tokens, loss))
-        progress(f"rounds {at}: {tokens:,.0f} tokens, loss {loss:.4f}")
+        progress(f"{after_rounds(at)}: {tokens:,.0f} tokens, loss {loss:.4f}")
     return points
 
 

@@ -47,8 +47,6 @@ snapshot_every = 1
 [coordinator]
 listen = "127.0.0.1:0"
 dht_listen = "127.0.0.1:0"
-checkpoint_every = 1
-keep_checkpoints = 0
 """
 
 

@@ -46,6 +46,10 @@ LONGEST = 10  # times the shortest window; a rate that falls to a tenth would ca
 
 MAX_STAGES = 64  # of a pipeline: a return names a peer of each, in a header of 12 kB
 
+MAX_PATTERNS = 512  # of all stages, which have at most so many slices
+
+MAX_PATTERN_CHARS = 200
+
 MIN_KEEPERS = 4  # with which one may lie: 3f + 1
 
 MAX_TOKENIZER_BYTES = 32 << 20  # of the JSON; one of 128,000 tokens has 9.5 MB
@@ -53,6 +57,7 @@ MAX_TOKENIZER_BYTES = 32 << 20  # of the JSON; one of 128,000 tokens has 9.5 MB
 EXAMPLE_SHA256 = "9f86d081884c7d659a2feaa0c55ad015a3bf4f1b2b0b822cd15d6c15b0f00a08"
 
 Scalar = bool | int | float | str
+Stages = int | list[list[str]]  # of a pipeline: how many, or patterns of each one's parameters
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 
 
@@ -511,12 +516,11 @@ class RoundSection(Section):
 class TopologySection(Section):
     """Division of the model among peers that each hold a part of it (docs/pipelines.md)."""
 
-    stages: int = Field(
+    stages: Stages = Field(
         default=1,
-        ge=1,
-        le=MAX_STAGES,
-        description="Stages that the model's blocks are cut into; each peer holds one. 1: every "
-        "peer holds the whole model.",
+        description="Stages that the model's blocks are cut into, evenly; each peer holds one. 1: "
+        "every peer holds the whole model. Or the patterns of the parameters of each stage: "
+        "[['slices.0.*', 'slices.1.*'], ['slices.[2-9].*']].",
     )
     activations: str = Field(
         default="int8",
@@ -552,6 +556,24 @@ class TopologySection(Section):
         description="Seconds between two looks whether a peer should move to another stage. 0: "
         "peers move only to a stage without any peer.",
     )
+
+    @property
+    def num_stages(self) -> int:
+        """Number of stages; 1 in a dense run."""
+        return self.stages if isinstance(self.stages, int) else len(self.stages)
+
+    @field_validator("stages", mode="before")
+    @classmethod
+    def _stages(cls, value: object) -> object:
+        """Report one problem, whichever of the two forms was meant."""
+        if isinstance(value, list):
+            _expect_patterns(value)
+        elif not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= MAX_STAGES:
+            raise ValueError(
+                f"expected a number of stages, 1 to {MAX_STAGES}, or a list of patterns for each "
+                "stage"
+            )
+        return value
 
     @field_validator("activations", "gradients")
     @classmethod
@@ -594,7 +616,8 @@ class CoordinatorSection(Section):
     checkpoint_every: int = Field(
         default=25,
         ge=0,
-        description="Rounds between two checkpoints. 0: only at the end of the run.",
+        description="Rounds between two checkpoints, of a pipeline's last stage. 0: only at the "
+        "end of the run.",
     )
     keep_checkpoints: int = Field(
         default=3,
@@ -613,3 +636,28 @@ class CoordinatorSection(Section):
         if value is not None:
             split_address(value)
         return value
+
+
+def _expect_patterns(stages: list[object]) -> None:
+    """Check the patterns of a pipeline's stages, as far as that is possible without its model."""
+    if not 2 <= len(stages) <= MAX_STAGES:
+        raise ValueError(
+            f"expected patterns for each of 2 to {MAX_STAGES} stages, got {len(stages)} lists; 1 "
+            "without patterns is a run whose peers hold the whole model"
+        )
+    total = 0
+    for number, patterns in enumerate(stages, start=1):
+        if not isinstance(patterns, list) or not patterns:
+            raise ValueError(
+                f"expected a list of patterns for stage {number}, such as ['slices.0.*'], got "
+                f"{patterns!r:.80}"
+            )
+        total += len(patterns)
+        for each in patterns:
+            if not (isinstance(each, str) and 0 < len(each) <= MAX_PATTERN_CHARS):
+                raise ValueError(
+                    f"expected a pattern of 1 to {MAX_PATTERN_CHARS} characters in stage {number}, "
+                    f"got {each!r:.80}"
+                )
+    if total > MAX_PATTERNS:
+        raise ValueError(f"expected at most {MAX_PATTERNS} patterns in all, got {total}")

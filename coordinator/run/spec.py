@@ -146,7 +146,7 @@ class RunSpec(Section):
 
     def _expect_stages(self, method: methods.Method) -> None:
         """Refuse what a pipeline cannot do."""
-        if self.topology.stages == 1:
+        if self.topology.num_stages == 1:
             return
         if not method.logged:
             raise ValueError(
@@ -239,14 +239,14 @@ class RunSpec(Section):
     @property
     def modules(self) -> tuple[str, ...]:
         """The modules of the run, each with a log of its own: a dense run has one, `WHOLE`."""
-        if self.topology.stages == 1:
+        if self.topology.num_stages == 1:
             return (WHOLE,)
-        return tuple(stage_name(number) for number in range(self.topology.stages))
+        return tuple(stage_name(number) for number in range(self.topology.num_stages))
 
     @property
     def planned_members(self) -> int:
         """Peers that a round is planned for: in a pipeline those of one stage."""
-        return -(-self.round.min_peers // self.topology.stages)
+        return -(-self.round.min_peers // self.topology.num_stages)
 
     @property
     def step_tokens(self) -> int:

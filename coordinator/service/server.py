@@ -234,10 +234,13 @@ async def running(
     *,
     start_node: StartNode | None = None,
     tokenizer: Callable[[], bytes] | None = None,
+    costs: Sequence[float] = (),
     accept_loss: bool = False,
     state_on_disk: bool | None = None,
 ) -> AsyncIterator[Running]:
     """Run a coordinator inside the block.
+
+    `costs` are those of a token in each module; by default, all are equal.
 
     With `accept_loss` it continues from its own log, whatever it has known beyond that. With
     `state_on_disk` the states of its logs lie in mapped files of its directory; by default those of
@@ -275,6 +278,7 @@ async def running(
                 spec=spec,
                 verify_run=partial(verify_run_key, keys.run_public_key),
             ),
+            costs=costs,
             accept_loss=accept_loss,
             bootstrap=lambda: [address for node in nodes for address in node.addresses],
         )

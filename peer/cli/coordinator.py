@@ -7,7 +7,7 @@ import asyncio
 import os
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -125,6 +125,7 @@ def run(args: argparse.Namespace) -> int:
     state_dir: Path = args.state_dir or coordinator_state_dir(spec.run.name)
     spec = with_digests(spec, spec_in(state_dir), say)
     genesis = first_state(spec, state_dir)
+    costs = costs_of(spec)
 
     def on_ready(up: Running) -> None:
         announce(up, as_json=args.json)
@@ -136,6 +137,7 @@ def run(args: argparse.Namespace) -> int:
             spec,
             genesis,
             state_dir,
+            costs=costs,
             on_ready=on_ready,
             quiet=args.quiet,
             has_keeper=args.keep,
@@ -204,11 +206,33 @@ def first_state(spec: RunSpec, state_dir: Path) -> Genesis:
     return make
 
 
+def costs_of(spec: RunSpec) -> Sequence[float]:
+    """Return what a token costs in each stage that patterns name; nothing if all count as equal.
+
+    Those of a number of stages are as equal as the model's slices allow. A run that has begun needs
+    no model here; without it, stages count as equal too.
+    """
+    from atoll.peer.errors import SetupError
+    from atoll.peer.training import opening
+    from atoll.peer.training.permission import Allowed
+
+    if isinstance(spec.topology.stages, int):
+        return ()
+    own = Allowed.everything_in(spec)
+    try:
+        known = opening.slices_of(spec, opening.open_tokenizer(spec, own).vocab_size, own)
+    except SetupError as error:
+        say(f"warning: newcomers are placed as if all stages cost the same: {error}")
+        return ()
+    return [needs.cost for needs in opening.stage_needs(spec, known)]
+
+
 async def _serve(
     spec: RunSpec,
     genesis: Genesis,
     state_dir: Path,
     *,
+    costs: Sequence[float],
     on_ready: Callable[[Running], None],
     quiet: bool,
     has_keeper: bool,
@@ -230,6 +254,7 @@ async def _serve(
         state_dir,
         start_node=lambda request: BootstrapNode.start(request, admission_s=admission_s),
         tokenizer=lambda: read_tokenizer(spec),
+        costs=costs,
         accept_loss=accept_loss,
         state_on_disk=state_on_disk,
     ) as up:
@@ -271,7 +296,7 @@ async def _tell(up: Running) -> None:
         say(f"resuming after round {status.position}")
     since = status if status.position else None
     await follow(feed, say, interval_s=FOLLOW_S, since=since)
-    checkpoint = up.coordinator.log.last_checkpoint()
+    checkpoint = up.coordinator.last_checkpoint()
     say(f"run complete; checkpoint: {checkpoint or 'none'}")
     say("still serving peers; press Ctrl-C to stop")
 

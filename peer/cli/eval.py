@@ -5,8 +5,12 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from atoll.peer.cli import Subparsers, add_checkpoint, new_parser, print_json
+
+if TYPE_CHECKING:
+    from atoll.peer.training.trained import Trained
 
 REPORT_S = 10.0  # between two lines of progress
 
@@ -59,6 +63,7 @@ def add_parser(subparsers: Subparsers) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Load the checkpoint, measure it and print the result."""
+    from atoll.coordinator.checkpoints import after_rounds
     from atoll.peer.errors import SetupError
     from atoll.peer.training.devices import Device
     from atoll.peer.training.trained import load_checkpoint
@@ -81,7 +86,7 @@ def run(args: argparse.Namespace) -> int:
         names = [name for name in args.tasks.split(",") if name]
         results = evaluate(trained, names, device=device, limit=args.limit, folder=args.task_path)
         if args.json:
-            print_json({"round": trained.position, "tasks": results})
+            print_json(_rounds(trained) | {"tasks": results})
         else:
             for task, metrics in results.items():
                 for name, value in metrics.items():
@@ -98,14 +103,22 @@ def run(args: argparse.Namespace) -> int:
         on_batch=_reporter(len(text.batches)),
     )
     if args.json:
-        print_json({"round": trained.position, "text": text.name, **vars(found)})
+        print_json(_rounds(trained) | {"text": text.name, **vars(found)})
     else:
         print(
-            f"{found.bits_per_byte:.4f} bits a byte, {found.loss:.4f} nats per token after round "
-            f"{trained.position}; {found.num_tokens:,} tokens, {found.num_bytes:,} bytes, "
-            f"{text.name}"
+            f"{found.bits_per_byte:.4f} bits a byte, {found.loss:.4f} nats per token "
+            f"{after_rounds(trained.positions)}; {found.num_tokens:,} tokens, "
+            f"{found.num_bytes:,} bytes, {text.name}"
         )
     return 0
+
+
+def _rounds(trained: "Trained") -> dict[str, Any]:
+    """Return after which round the model is; of a pipeline, for each stage too."""
+    if len(trained.positions) == 1:
+        return {"round": trained.position}
+    stages = dict(zip(trained.spec.modules, trained.positions, strict=True))
+    return {"round": trained.position, "rounds": stages}
 
 
 def _reporter(batches: int) -> Callable[[int], None]:

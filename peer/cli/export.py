@@ -51,6 +51,7 @@ def add_parser(subparsers: Subparsers) -> None:
 def run(args: argparse.Namespace) -> int:
     """Find the checkpoint and write it."""
     from atoll.coordinator.checkpoint_sets import find
+    from atoll.coordinator.checkpoints import after_rounds
     from atoll.peer.training.hf.export import export, export_stages
     from atoll.peer.training.one_file import ExportError, export_parameters
     from atoll.peer.training.trained import load_checkpoint
@@ -72,5 +73,5 @@ def run(args: argparse.Namespace) -> int:
         )
         export(trained, args.out, dtype=args.dtype, adapter=args.adapter)
     what = "adapters" if args.adapter else "model"
-    print(f"{args.out}: {what} after round {found.position}", file=sys.stderr)
+    print(f"{args.out}: {what} {after_rounds(found.positions)}", file=sys.stderr)
     return 0

@@ -106,7 +106,7 @@ def run(args: argparse.Namespace) -> int:
     from atoll.peer.lab.plan import bare_model, needed, windows_of
 
     spec = RunSpec.load(args.path)
-    if spec.topology.stages > 1:
+    if spec.topology.num_stages > 1:
         return _run_staged(args, spec)
     setting = setting_of(args, spec)
     model = bare_model(spec)
@@ -149,7 +149,8 @@ def _run_staged(args: argparse.Namespace, spec: "RunSpec") -> int:
     from atoll.peer.lab.plan import PlanError
     from atoll.peer.lab.stage_plan import predict_pipeline, spread
 
-    spread(args.peers, [1.0] * spec.topology.stages)  # before a step is timed, which takes seconds
+    # Before a step is timed, which takes seconds.
+    spread(args.peers, [1.0] * spec.topology.num_stages)
     if spec.model.custom is not None and args.step_ms is None:
         raise PlanError(
             "the slices of a custom model cannot be timed together; give the time of a step of the "

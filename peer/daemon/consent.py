@@ -147,7 +147,7 @@ def request_of(
         *_flow_of(module),
     )
     # A peer of a pipeline may serve another stage later; its owner is not asked again for that.
-    amount = layout.numel if module == WHOLE else f"{spec.topology.stages} stages"
+    amount = layout.numel if module == WHOLE else f"{spec.topology.num_stages} stages"
     asked = f"atoll consent v1\0{spec.digest()}\0{amount}".encode()
     return Request(digest=hashlib.sha256(asked).hexdigest(), lines=lines)
 
@@ -163,7 +163,9 @@ def _part(spec: RunSpec, module: str) -> str:
     """Return which part of the model a module is, for people."""
     if module == WHOLE:
         return ""
-    return f", {module} of {spec.topology.stages}; the run may move this machine to another stage"
+    return (
+        f", {module} of {spec.topology.num_stages}; the run may move this machine to another stage"
+    )
 
 
 def _flow_of(module: str) -> tuple[str, ...]:

@@ -67,4 +67,4 @@ async def _admit_all(membership: Membership, fetch: FetchTokenizer) -> None:
 def _kind_of(spec: RunSpec) -> StartRun:
     if spec.method().reduction == "pairs":
         return GossipRun.start
-    return PipelineRun.start if spec.topology.stages > 1 else LogRun.start
+    return PipelineRun.start if spec.topology.num_stages > 1 else LogRun.start

@@ -148,7 +148,7 @@ def _key_file(stack: AsyncExitStack, paths: PeerPaths, run_id: bytes) -> Path:
 
 
 def _expect_pipeline(spec: RunSpec) -> None:
-    if spec.topology.stages == 1:
+    if spec.topology.num_stages == 1:
         raise DenseRun(
             f"run {spec.run.name} is no pipeline, so nothing is gained by asking its peers: the "
             "coordinator writes checkpoints of the whole model, and each can be sampled: "

@@ -356,7 +356,7 @@ class LogRun:
     def _follow_settings(self) -> None:
         """Do what the organiser's orders have changed beside the rounds."""
         spec, least = self._env.spec, self.replica.settings.min_peers
-        if least is not None and spec.topology.stages == 1:
+        if least is not None and spec.topology.num_stages == 1:
             self._env.company.needs_others = least > 1
 
     def _rounds_view(self) -> RoundsView:

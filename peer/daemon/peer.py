@@ -367,7 +367,7 @@ class Peer:
 
 def _needs_others(spec: RunSpec) -> bool:
     """Return whether a lone trainer waits for others; a stage may have one peer."""
-    return spec.round.min_peers > 1 and spec.topology.stages == 1
+    return spec.round.min_peers > 1 and spec.topology.num_stages == 1
 
 
 async def _own_directory(

@@ -267,7 +267,7 @@ def hop_rules(spec: RunSpec, frames: FrameShape) -> HopRules:
         ModelError: a microbatch is larger than what a peer keeps of one origin.
     """
     rules = HopRules(
-        stages=spec.topology.stages,
+        stages=spec.topology.num_stages,
         shape=frames,
         lifetime_s=spec.topology.deadline_s,
         step_microbatches=spec.inner.grad_accumulation,

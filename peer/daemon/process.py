@@ -589,7 +589,7 @@ def _named(name: str, facts: RunFacts) -> str:
 def joined_run(spec: RunSpec, layout: Layout, position: int) -> str:
     """Return what a peer takes part in, and how much of it is left, as one line."""
     left, model, needs = spec.run.rounds - position, spec.model.title, needs_of(spec, layout)
-    here = " in this stage" if spec.topology.stages > 1 else ""
+    here = " in this stage" if spec.topology.num_stages > 1 else ""
     rounds = f"{left} of {spec.run.rounds} rounds left" if spec.run.rounds else "rounds without end"
     return (
         f"run {spec.run.name}: {model} with {count(layout.numel)} parameters{here}, "
@@ -603,7 +603,7 @@ def serves(spec: RunSpec, module: str, slices: range) -> str:
     """Return which stage of a pipeline a peer serves, and the indices of its slices."""
     first, last = slices[0], slices[-1]
     which = f"slice {first}" if first == last else f"slices {first} to {last}"
-    return f"serves {module} of {spec.topology.stages}: {which}"
+    return f"serves {module} of {spec.topology.num_stages}: {which}"
 
 
 def wait_until_stored(

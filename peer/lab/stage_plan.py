@@ -30,7 +30,7 @@ from atoll.peer.daemon.consent import needs_of
 from atoll.peer.lab.plan import WIRE_OVERHEAD, PlanError, Setting, sent_bytes, sizes_of
 from atoll.peer.pipeline.messages import tokens_bytes
 from atoll.peer.training.data import load as data
-from atoll.peer.training.opening import slices_of, stage_sizes, stage_slices
+from atoll.peer.training.opening import slices_by_stage, slices_of, stage_sizes
 from atoll.peer.training.permission import Allowed
 from atoll.peer.training.stage_learner import codecs_of
 
@@ -116,9 +116,9 @@ def predict_pipeline(spec: RunSpec, setting: Setting) -> PipelineCost:
         max(computes_s, max(load) / _bytes_per_s(setting))
         for computes_s, load in zip(token_s, loads, strict=True)
     ]
-    stages = []
+    stages, runs = [], list(slices_by_stage(spec, known).values())
     for index, peers in enumerate(spread(setting.peers, peer_s)):
-        run = stage_slices(spec, known, spec.modules[index])
+        run = runs[index]
         layout = known.layout(run)
         rounds = round_bytes(spec, layout, peers)
         of_rounds = rounds * WIRE_OVERHEAD / (spec.outer.inner_steps * spec.step_tokens)

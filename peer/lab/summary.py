@@ -162,7 +162,7 @@ def summarise(run: DemoRun, spec: RunSpec, compared: Compared, plot: Path) -> Su
         phases=mean_phases(run.status.peers),
         checkpoint=str(run.checkpoint.parent.parent if is_staged else run.checkpoint),
         plot=str(plot),
-        stages=spec.topology.stages,
+        stages=spec.topology.num_stages,
         flow=Flowed.of(f for peer in run.peers for f in peer.flows.values()) if is_staged else None,
     )
 
@@ -340,7 +340,7 @@ def loss_plot(
     tokens = sum(row.tokens for row in rounds)
     return LossPlot(
         title=spec.run.name,
-        subtitle=f"{spec.model.preset}, {_peers(len(run.peers), spec.topology.stages)}, "
+        subtitle=f"{spec.model.preset}, {_peers(len(run.peers), spec.topology.num_stages)}, "
         f"H={spec.outer.inner_steps}, {spec.method().codec.spec}, {tokens / 1e6:.2f}M tokens",
         peers=peers,
         run=[(row.position, row.loss) for row in rounds if row.loss is not None],

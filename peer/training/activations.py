@@ -161,7 +161,7 @@ def step_of(spec: RunSpec, layout: Layout, *, half: bool) -> StepPass | None:
         layout: of the model.
         half: whether products are in bfloat16 or float16, as on a GPU.
     """
-    shape = None if spec.topology.stages > 1 else DecoderShape.of(layout)
+    shape = None if spec.topology.num_stages > 1 else DecoderShape.of(layout)
     if shape is None:
         return None
     return StepPass(

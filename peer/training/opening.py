@@ -127,44 +127,45 @@ def slices_of(spec: RunSpec, vocab_size: int, allowed: Allowed) -> stages.Slices
         allowed=allowed.models,
         source_sha256=None if allowed.any_source else spec.model.source_sha256,
     )
-    for module in spec.modules if spec.topology.stages > 1 else ():
-        _expect_fragments(spec, known, module)
+    if spec.topology.num_stages > 1:
+        for module, slices in slices_by_stage(spec, known).items():
+            _expect_fragments(spec, known, module, slices)
     return known
 
 
-def _expect_fragments(spec: RunSpec, known: stages.Slices, module: str) -> None:
+def _expect_fragments(spec: RunSpec, known: stages.Slices, module: str, slices: range) -> None:
     """Check that the run's method can divide a stage as it divides a model."""
-    slices = stage_slices(spec, known, module)
     try:
         spec.method().fragments(known.layout(slices))
     except FragmentError as error:
         raise ModelError(
             f"outer.method: {spec.outer.method} divides each stage into fragments of whole slices, "
-            f"and {module} of {spec.topology.stages} has {len(slices)}; set count to at most the "
-            "slices of the smallest stage, fewer stages, or a method of one fragment"
+            f"and {module} of {spec.topology.num_stages} has {len(slices)}; set count to at most "
+            "the slices of the smallest stage, fewer stages, or a method of one fragment"
         ) from error
 
 
-def stage_slices(spec: RunSpec, known: stages.Slices, module: str) -> range:
-    """Return the slices of a module of a pipeline; raise ModelError if the model has too few."""
-    return known.cut(spec.topology.stages)[spec.modules.index(module)]
+def slices_by_stage(spec: RunSpec, known: stages.Slices) -> dict[str, range]:
+    """Return the slices of each module of a pipeline; raise ModelError if the cut does not fit."""
+    return dict(zip(spec.modules, known.cut(spec.topology.stages), strict=True))
 
 
 def stage_sizes(spec: RunSpec, known: stages.Slices) -> list[tuple[int, int]]:
-    """Return, for each stage of a pipeline, its operations per token and its parameters."""
-    found = []
-    for module in spec.modules:
-        run = stage_slices(spec, known, module)
-        flops = sum(known.flops_per_token[run.start : run.stop])
-        found.append((flops, known.layout(run).numel))
-    return found
+    """Return, for each stage of a pipeline, its operations per token and its parameters.
+
+    A stage of tables alone counts one operation, so that its speed is a number.
+    """
+    return [
+        (max(1, sum(known.flops_per_token[run.start : run.stop])), known.layout(run).numel)
+        for run in slices_by_stage(spec, known).values()
+    ]
 
 
 def stage_needs(spec: RunSpec, known: stages.Slices) -> tuple[StageNeeds, ...]:
     """Return what the stages of a run take of the peers that serve them."""
     return tuple(
         StageNeeds(
-            cost=max(1.0, float(flops)),
+            cost=float(flops),
             state_bytes=STATE_BYTES * params,
             device_bytes=DEVICE_BYTES * params,
         )
@@ -183,7 +184,7 @@ def build_stage(spec: RunSpec, module: str, vocab_size: int, allowed: Allowed) -
     """
     known = slices_of(spec, vocab_size, allowed)
     _expect_codecs(spec, known.shape.width)
-    return known.build(stage_slices(spec, known, module), seed=spec.run.seed)
+    return known.build(slices_by_stage(spec, known)[module], seed=spec.run.seed)
 
 
 def _expect_codecs(spec: RunSpec, width: int) -> None:
@@ -247,7 +248,7 @@ def _num_trained(spec: RunSpec, vocab_size: int, module: str) -> int:
     """Return the number of trained parameters of a built-in model, or of a stage of it."""
     if module != WHOLE:
         known = slices_of(spec, vocab_size, Allowed())
-        return known.layout(stage_slices(spec, known, module)).numel
+        return known.layout(slices_by_stage(spec, known)[module]).numel
     config = models.preset(
         spec.model.preset,
         spec.model.overrides,

@@ -40,7 +40,6 @@ all stages hold is one checkpoint.
 """
 
 import hashlib
-import itertools
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -49,8 +48,10 @@ from typing import Any, Protocol, cast, runtime_checkable
 import torch
 from torch import Tensor, nn
 
+from atoll.coordinator.run.sections import Stages
 from atoll.optim.state.layout import Layout
 from atoll.peer.errors import ModelError
+from atoll.peer.training.cutting import cut_by_patterns, cut_evenly
 from atoll.peer.training.models import (
     Block,
     ModelConfig,
@@ -65,7 +66,7 @@ from atoll.peer.training.models import (
     takes_targets,
 )
 
-MAX_SLICES = 512  # the deepest decoders have 126 blocks; the work of `cut` grows with the square
+MAX_SLICES = 512  # the deepest decoders have 126 blocks; the work of a cut grows with the square
 PROBE = 8  # positions of the shapes that slices are tried with
 FLOAT_BYTES, TOKEN_BYTES = 4, 8  # of a number that flows, and of a token as a tensor
 
@@ -326,13 +327,23 @@ class Slices:
             2 * (_numel(each.parameters()) - _numel(_tables(each))) for each in self._empty
         )
 
-    def cut(self, stages: int) -> tuple[range, ...]:
-        """Cut the model into stages of about equal work; return the slices of each.
+    def cut(self, stages: Stages) -> tuple[range, ...]:
+        """Cut the model into stages; return the slices of each.
+
+        Args:
+            stages: how many, of about equal work; or the patterns of each one's parameters.
 
         Raises:
-            ModelError: the model has fewer slices, or one that breaks the contract.
+            ModelError: the model has fewer slices, the patterns do not fit it, or a slice breaks
+                the contract.
         """
-        return cut(self.flops_per_token, stages)
+        if isinstance(stages, int):
+            return cut_evenly(self.flops_per_token, stages)
+        names = [
+            [f"slices.{index}.{name}" for name, _ in each.named_parameters()]
+            for index, each in enumerate(self._empty)
+        ]
+        return cut_by_patterns(names, stages)
 
     @cached_property
     def shape(self) -> Shape:
@@ -481,40 +492,6 @@ def slices(
     return Slices(title=title, builders=builders, vocab_size=vocab_size, seq_len=seq_len)
 
 
-def cut(costs: Sequence[int], stages: int) -> tuple[range, ...]:
-    """Cut a sequence into consecutive runs whose largest cost is the least possible.
-
-    Of the cuts with that largest cost, it is one with the least sum of squares, so that the other
-    runs are about equal too. Costs are whole numbers, so that all machines find the same cut.
-
-    Args:
-        costs: of each slice, at least 0.
-        stages: number of runs.
-
-    Raises:
-        ModelError: there are fewer slices than stages, or no stage.
-    """
-    if not 1 <= stages <= len(costs):
-        raise ModelError(
-            f"expected 1 to {len(costs)} stages, as many as the model has slices (each block is "
-            f"one, and so are what comes before them and after them), got {stages}; change stages "
-            "in [topology] or the number of blocks"
-        )
-    starts = [0, *itertools.accumulate(costs)]
-    largest = _least_largest(costs, stages)
-    # For each number of slices, the least sum of squares of its runs, and where the last begins.
-    best: list[tuple[int, int] | None] = [(0, 0), *[None] * len(costs)]
-    begins: list[list[int]] = []
-    for _ in range(stages):
-        best = [_extended(best, starts, stop, largest) for stop in range(len(starts))]
-        begins.append([0 if found is None else found[1] for found in best])
-    runs, stop = [], len(costs)
-    for row in reversed(begins):
-        runs.append(range(row[stop], stop))
-        stop = row[stop]
-    return tuple(reversed(runs))
-
-
 def slice_seed(seed: int, index: int) -> int:
     """Return the seed of a slice's first values.
 
@@ -524,43 +501,6 @@ def slice_seed(seed: int, index: int) -> int:
     """
     name = f"{seed}/slice/{index}"
     return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big")
-
-
-def _extended(
-    best: Sequence[tuple[int, int] | None], starts: Sequence[int], stop: int, largest: int
-) -> tuple[int, int] | None:
-    """Return the best way to end one run more at `stop`; None if it would cost too much."""
-    found: tuple[int, int] | None = None
-    for start in range(stop - 1, -1, -1):
-        cost = starts[stop] - starts[start]
-        if cost > largest:
-            break
-        before = best[start]
-        if before is not None and (found is None or before[0] + cost**2 < found[0]):
-            found = before[0] + cost**2, start
-    return found
-
-
-def _least_largest(costs: Sequence[int], stages: int) -> int:
-    """Return the least cost such that that many runs, none of which costs more, hold all slices."""
-    low, high = max(costs), sum(costs)
-    while low < high:
-        middle = (low + high) // 2
-        if _runs_within(costs, middle) <= stages:
-            high = middle
-        else:
-            low = middle + 1
-    return low
-
-
-def _runs_within(costs: Sequence[int], largest: int) -> int:
-    """Return how few runs hold all slices if none costs more than `largest`."""
-    runs, filled = 1, 0
-    for cost in costs:
-        if filled + cost > largest:
-            runs, filled = runs + 1, 0
-        filled += cost
-    return runs
 
 
 def _of_decoder(name: str, config: ModelConfig) -> Sequence[SliceBuilder]:

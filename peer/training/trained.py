@@ -19,8 +19,8 @@ from atoll.peer.training.opening import (
     expect_params,
     open_tokenizer,
     separate_documents,
+    slices_by_stage,
     slices_of,
-    stage_slices,
 )
 from atoll.peer.training.permission import Allowed, with_own_files
 from atoll.peer.training.stages import Slices, StageModel
@@ -35,8 +35,13 @@ class Trained:
     spec: RunSpec
     """Of the run, with this machine's files."""
     tokenizer: Tokenizer
-    position: int
-    """Rounds committed."""
+    positions: tuple[int, ...]
+    """Rounds committed by each module; a dense run has one, a pipeline one for each stage."""
+
+    @property
+    def position(self) -> int:
+        """Return the rounds committed; of a pipeline, by its last stage."""
+        return self.positions[-1]
 
 
 def load_checkpoint(
@@ -80,7 +85,8 @@ def load_checkpoint(
     else:
         whole = found if isinstance(found, Checkpoint) else found.read(found.headers[0])
         model = _dense(spec, whole, opened, allowed)
-    return Trained(model=model, spec=spec, tokenizer=opened, position=found.position)
+    positions = (found.position,) if isinstance(found, Checkpoint) else found.positions
+    return Trained(model=model, spec=spec, tokenizer=opened, positions=positions)
 
 
 def expect_stages(spec: RunSpec, found: CheckpointSet, known: Slices) -> None:
@@ -94,8 +100,9 @@ def expect_stages(spec: RunSpec, found: CheckpointSet, known: Slices) -> None:
     Raises:
         ModelError: one has others, or the model cannot be cut.
     """
-    for module, header in zip(spec.modules, found.headers, strict=True):
-        expected = known.layout(stage_slices(spec, known, module))
+    runs = slices_by_stage(spec, known)
+    for (module, run), header in zip(runs.items(), found.headers, strict=True):
+        expected = known.layout(run)
         if header.layout != expected:
             raise ModelError(
                 f"{header.path}: expected the {expected.numel:,} parameters of {module}, got "
@@ -107,7 +114,7 @@ def expect_stages(spec: RunSpec, found: CheckpointSet, known: Slices) -> None:
 def _dense(
     spec: RunSpec, checkpoint: Checkpoint, tokenizer: Tokenizer, allowed: Allowed
 ) -> nn.Module:
-    if spec.topology.stages > 1:
+    if spec.topology.num_stages > 1:
         raise ModelError(
             "a checkpoint of one stage is not a model; give the path of its file, beside which "
             "those of the other stages are found"
@@ -123,8 +130,9 @@ def _pipeline(spec: RunSpec, found: CheckpointSet, known: Slices) -> StageModel:
     """Return all slices as one model; of the stages, one checkpoint is in memory at a time."""
     expect_stages(spec, found, known)
     slices: dict[int, nn.Module] = {}
-    for module, header in zip(spec.modules, found.headers, strict=True):
-        stage = known.build(stage_slices(spec, known, module), seed=spec.run.seed)
+    runs = slices_by_stage(spec, known).values()
+    for run, header in zip(runs, found.headers, strict=True):
+        stage = known.build(run, seed=spec.run.seed)
         header.layout.load_(stage, found.read(header).params_N)
         slices |= zip(stage.indices, stage.slices.values(), strict=True)
     return StageModel(slices, known.shape, num_slices=len(known))

@@ -352,7 +352,7 @@ def test_a_coordinator_reports_the_updates_it_lacks(kit: Any, tmp_path: Path) ->
             assert (again.gaps, again.history) == (status.gaps, status.history)
             texts = [event.text for event in again.events]
             assert texts.count("run complete: all 6 rounds committed") == 1
-            assert net.up.coordinator.log.last_checkpoint().name == "test-00000007.safetensors"
+            assert net.up.coordinator.last_checkpoint().name == "test-00000007.safetensors"
 
     kit.run(main())
 

@@ -10,7 +10,7 @@ import torch
 from atoll.coordinator import checkpoint_sets
 from atoll.coordinator.checkpoint_sets import find
 from atoll.coordinator.checkpoints import CheckpointError, load_checkpoint
-from support.stages import save_stage, save_stages, staged_spec, trained_states
+from support.stages import save_moment, save_stage, save_stages, staged_spec, trained_states
 
 FILE = "reef-00000004.safetensors"
 
@@ -43,6 +43,42 @@ def test_a_folder_means_the_newest_position_of_all_stages(tmp_path, spec):
     assert find(tmp_path / "stage-1" / FILE).position == 4
 
 
+def test_stages_of_one_moment_are_at_positions_of_their_own(tmp_path, spec):
+    earlier = save_moment(tmp_path, spec, (31, 43, 60))
+    later = save_moment(tmp_path, spec, (31, 44, 68))  # the first stage was held up
+    found = find(tmp_path)
+    assert (found.positions, found.position) == ((31, 44, 68), 68)
+    for header, state in zip(found.headers, later.values(), strict=True):
+        assert found.read(header).state.root() == state.root()
+    # Any file stands for its moment; one of two moments for the later one.
+    assert find(tmp_path / "stage-2" / "reef-00000043.safetensors").positions == (31, 43, 60)
+    assert find(tmp_path / "stage-1" / "reef-00000031.safetensors").positions == (31, 44, 68)
+    params = find(tmp_path / "stage-3" / "reef-00000060.safetensors").params()
+    whole_N = torch.cat([piece.flatten() for _, piece in params])
+    assert torch.equal(whole_N, torch.cat([state.params_N for state in earlier.values()]))
+    (tmp_path / "stage-2" / "reef-00000044.safetensors").unlink()
+    assert find(tmp_path).positions == (31, 43, 60)
+    with pytest.raises(CheckpointError, match=r"that after rounds 31, 43 and 60, reef-00000060"):
+        find(tmp_path / "stage-3" / "reef-00000068.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("moment", "told"),
+    [
+        ({"stage-1": 4, "stage-2": 4}, "damaged: expected the moment of 3 modules"),
+        ({"stage-1": 4, "stage-2": "4", "stage-3": 4}, "damaged: expected positions from 0 on"),
+        ({"stage-1": 4, "stage-2": -4, "stage-3": 4}, "damaged: expected positions from 0 on"),
+        ({"stage-1": 5, "stage-2": 4, "stage-3": 4}, "after round 5, as .* says, got .* round 4"),
+    ],
+)
+def test_a_moment_that_cannot_be_is_refused(tmp_path, spec, moment, told):
+    state = trained_states(spec)["stage-1"]
+    save_stages(tmp_path, spec, 4)
+    path = save_stage(tmp_path, spec, "stage-1", state, moment=moment)
+    with pytest.raises(CheckpointError, match=told):
+        find(path)
+
+
 def test_of_two_runs_in_a_folder_the_one_written_last_is_meant(tmp_path, spec):
     save_stages(tmp_path, spec, 9)
     other = staged_spec(run={"name": "atoll"})
@@ -68,13 +104,12 @@ def test_an_empty_folder_is_refused(tmp_path):
 def test_a_stage_that_lacks_the_position_is_named(tmp_path, spec):
     save_stages(tmp_path, spec, 2, 4)
     (tmp_path / "stage-2" / FILE).unlink()
-    with pytest.raises(
-        CheckpointError, match="stage-2 has no checkpoint of this name, after r"
-    ) as e:
+    with pytest.raises(CheckpointError, match=f"stage-2 has no {FILE}, which belongs to it") as e:
         find(tmp_path / "stage-3" / FILE)
-    assert "all stages is that after round 2, reef-00000002.safetensors" in str(e.value)
+    assert "stages is that after round 2, reef-00000002.safetensors of stage-3" in str(e.value)
     shutil.rmtree(tmp_path / "stage-1")
-    with pytest.raises(CheckpointError, match=r"stage-1 and stage-2 have no .* wait for the next"):
+    told = r"stage-1 has no .* and stage-2 has no .*, which belong.* wait for the next"
+    with pytest.raises(CheckpointError, match=told):
         find(tmp_path / "stage-3" / FILE)
     with pytest.raises(CheckpointError, match=r"stage-1 .*wait for the next checkpoint of all"):
         find(tmp_path)
@@ -96,7 +131,7 @@ def test_a_file_away_from_its_stage_is_refused(tmp_path, spec):
         (
             3,
             5,
-            "after round 4, as .* is, got one of run reef with spec [0-9a-f]{64}, after round 5",
+            "after round 4, as .* says, got one of run reef with spec [0-9a-f]{64}, after round 5",
         ),
     ],
 )

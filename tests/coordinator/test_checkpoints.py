@@ -2,6 +2,7 @@ import asyncio
 import dataclasses
 import types
 from pathlib import Path
+from typing import Any
 
 import pytest
 import safetensors
@@ -165,7 +166,7 @@ def positions_kept(folder: Path, *, last: int, **coordinator: int) -> list[int]:
 
     async def run() -> None:
         checkpoints = Checkpointing(
-            spec, replica, folder, lambda level, text: said.append((level, text))
+            spec, {"": replica}, {"": folder}, lambda level, text: said.append((level, text))
         )
         for replica.position in range(1, last + 1):
             checkpoints.look()
@@ -234,3 +235,99 @@ def test_a_header_that_claims_other_tensors_is_refused(tmp_path: Path) -> None:
         save_file(tensors, tmp_path / "b", metadata=metadata | changed)
         with pytest.raises(CheckpointError, match=told):
             read_header(tmp_path / "b")
+
+
+# --- all stages of a pipeline
+
+
+class Stages:
+    """Three stages of a run, which move on as they are told to, and their checkpoints."""
+
+    def __init__(self, folder: Path, **coordinator: int) -> None:
+        names = ("stage-1", "stage-2", "stage-3")
+        self.spec = RunSpec.from_dict(
+            {"run": {"name": "test"}, "topology": {"stages": 3}, "coordinator": coordinator}
+        )
+        self.folder = folder
+        self.replicas = {name: Replica() for name in names}
+        self.said: list[tuple[str, str]] = []
+        self.open()
+
+    def open(self) -> None:
+        self.checkpoints = Checkpointing(
+            self.spec,
+            self.replicas,  # type: ignore[arg-type]
+            {name: self.folder / name for name in self.replicas},
+            lambda level, text: self.said.append((level, text)),
+        )
+
+    def go_to(self, *positions: int) -> None:
+        for replica, position in zip(self.replicas.values(), positions, strict=True):
+            replica.position = position
+        asyncio.run(self._look())
+
+    async def _look(self) -> None:
+        self.checkpoints.look()
+        if self.checkpoints._writing is not None:
+            await self.checkpoints._writing
+            self.checkpoints._writing = None
+
+    @property
+    def files(self) -> list[tuple[int, ...]]:
+        return [
+            tuple(sorted(int(path.stem[-8:]) for path in (self.folder / name).glob("*")))
+            for name in self.replicas
+        ]
+
+
+def test_all_stages_are_written_when_the_last_one_is_due(tmp_path: Path) -> None:
+    run = Stages(tmp_path, checkpoint_every=5)
+    run.go_to(5, 5, 4)  # the others do not count
+    assert run.files == [(), (), ()]
+    run.go_to(3, 7, 5)
+    assert run.files == [(3,), (7,), (5,)]
+    run.go_to(4, 8, 5)  # once for each of its positions
+    run.replicas["stage-2"].is_current = False
+    run.go_to(6, 9, 10)
+    assert run.files == [(3,), (7,), (5,)]  # a stage that lacks its newest state delays all
+    run.replicas["stage-2"].is_current = True
+    run.go_to(7, 9, 10)
+    assert run.files == [(3, 7), (7, 9), (5, 10)]
+    for name, position in (("stage-1", 7), ("stage-2", 9), ("stage-3", 10)):
+        header = read_header(run.checkpoints.path(name, position))
+        assert header.moment == {"stage-1": 7, "stage-2": 9, "stage-3": 10}
+    assert run.said == [
+        ("info", "checkpoint of all stages written, after rounds 3, 7 and 5"),
+        ("info", "checkpoint of all stages written, after rounds 7, 9 and 10"),
+    ]
+    run.open()  # as after a restart
+    asyncio.run(run.checkpoints.close())
+    assert len(run.said) == 2  # nothing has changed since
+    run.replicas["stage-1"].position = 8
+    asyncio.run(run.checkpoints.close())
+    # A newer set with the same file of the last stage takes the place of the earlier one.
+    assert run.files == [(3, 8), (7, 9), (5, 10)]
+    assert read_header(run.checkpoints.path("stage-3", 10)).moment["stage-1"] == 8
+
+
+def test_states_of_stages_are_taken_before_the_first_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Stages(tmp_path, checkpoint_every=1)
+
+    def save(path: Path, checkpoint: Checkpoint, **options: Any) -> None:
+        for replica in run.replicas.values():
+            replica.position += 1  # rounds go on meanwhile
+        save_checkpoint(path, checkpoint, **options)
+
+    monkeypatch.setattr("atoll.coordinator.checkpointing.save_checkpoint", save)
+    run.go_to(4, 2, 6)
+    assert run.files == [(4,), (2,), (6,)]
+
+
+def test_files_of_sets_that_stay_are_not_removed(tmp_path: Path) -> None:
+    run = Stages(tmp_path, checkpoint_every=1, keep_checkpoints=2)
+    for position in range(1, 14):
+        run.go_to(position + 30, min(position, 9), position)  # the second stage is held up
+    # The newest two, and a landmark of the last stage's tenth round.
+    assert run.files == [(40, 42, 43), (9,), (10, 12, 13)]

@@ -266,6 +266,19 @@ def test_a_newcomer_goes_where_the_peers_can_do_least() -> None:
     assert needs_most({"a": [2.0, 0.0], "b": [4.0, 1.0]}) == "a"
 
 
+def test_a_stage_that_costs_more_gets_more_newcomers() -> None:
+    """Before anybody has measured anything, and by what equal peers measure."""
+    costs = (1.0, 4.0, 2.0)
+    for speed in (0.0, 3.0):
+        rates: dict[str, list[float]] = {"light": [], "heavy": [], "middle": []}
+        for _ in range(14):
+            chosen = needs_most(rates, costs)
+            rates[chosen].append(speed / costs[list(rates).index(chosen)])
+        assert [len(each) for each in rates.values()] == [2, 8, 4]
+    # A light stage's peer does many more tokens than others, and claims no more than it can do.
+    assert needs_most({"light": [100.0], "heavy": [1.0] * 12}, (1.0, 100.0)) == "heavy"
+
+
 def test_no_claimed_rate_keeps_newcomers_away() -> None:
     rates = {"a": [1e12], "b": [1.0] * 3}
     while len(rates["b"]) < 3 * FASTEST and needs_most(rates) == "b":

@@ -1,9 +1,9 @@
 """The results of `scripts/bench_pipeline.py`: bounds, what is counted when, targets, the page."""
 
-import os
 from contextlib import closing
 
 import bench_pipeline
+import pipeline_costs
 import pipeline_lab
 import pipeline_learning
 import pipeline_vacant
@@ -14,6 +14,7 @@ from atoll.optim.log.store import LOG_FILE, LogStore, StoreHead
 from support.kit import Swarm
 
 LINK = WanLink(up=10.0, down=10.0)
+ORIGIN = {"date": "2026-01-01", "commit": "abc"}
 
 
 def flow(counted, **changes):
@@ -160,10 +161,10 @@ def test_targets_that_are_missed_are_named():
 def test_what_was_saved_stays_beside_what_is_new(tmp_path):
     page, saved = tmp_path / "page.md", tmp_path / "saved.json"
     page.write_text("Before.\n{}\nold\n{}\nAfter.\n".format(*bench_pipeline.MARKS))
-    origin = {"date": "2026-01-01", "commit": "abc"}
     for case in ("10 Mbit/s, 5 ms", "unequal"):
         found = {"machine": "One", "churn": None, "vacant": [], "learned": {}}
-        found["rows"] = [bench_pipeline.asdict(row(case)) | origin]
+        found |= {"exact": [], "served": None}
+        found["rows"] = [bench_pipeline.asdict(row(case)) | ORIGIN]
         bench_pipeline.save(found, saved, page)
     text = page.read_text()
     assert "| 10 Mbit/s, 5 ms | 32, staleness 2 | 900 | 1,000 | 0.90 |" in text
@@ -171,14 +172,35 @@ def test_what_was_saved_stays_beside_what_is_new(tmp_path):
     assert text.startswith("Before.") and text.rstrip().endswith("After.")
 
 
-def test_checkpoints_of_one_moment_are_a_model(tmp_path):
-    for stage, written in enumerate(([10, 20, 30], [5, 21, 29], [12, 13, 50]), start=1):
-        folder = tmp_path / f"stage-{stage}"
-        folder.mkdir()
-        assert pipeline_learning.moments(tmp_path) == []
-        for position, at_s in enumerate(written, start=1):
-            path = folder / f"run-{position:08}.safetensors"
-            path.touch()
-            os.utime(path, (at_s, at_s))
-    found = [[path.stem[-1:] for path in each] for each in pipeline_learning.moments(tmp_path)]
-    assert found == [["2", "1", "2"], ["3", "3", "2"]]  # at 10 s the third stage had none
+def test_exact_counting_is_compared_before_the_first_kill():
+    looks = []
+    for at in range(0, 61, 5):
+        rate = 2 if at <= 20 else 1
+        counted = rate * at
+        peers = [peer(f"peer-{n + 1}", f"stage-{n + 1}", counted, at) for n in range(3)]
+        if at >= 30:
+            peers[0]["flow"] |= {"double_counts": 3, "resends": 5, "omitted": {"late": 2}}
+        looks.append({"at": at, "peers": peers})
+    found = pipeline_costs.exact_of(looks, (0.0, 20.0, 60.0), 0.9, exact=True)
+    assert found.tokens_per_s == pytest.approx(2 * pipeline_lab.ROWS)
+    assert (found.counted, found.double_counts, found.resends, found.omitted) == (60, 3, 5, 2)
+    assert found.missed == ["exact: 3 counted twice"]
+    usual = bench_pipeline.replace(found, exact=False, tokens_per_s=2 * found.tokens_per_s)
+    assert usual.missed == []
+    rows = [bench_pipeline.asdict(each) | ORIGIN for each in (usual, found)]
+    *_, last = pipeline_costs.exact_table(rows).splitlines()
+    assert last.startswith("| true | 992 | 0.50 | 4 | 60 | 3 | 5 | 2 |")
+
+
+def test_the_cost_of_texts_is_told_against_the_run_before_and_after():
+    found = pipeline_costs.Served(
+        share=0.2,
+        clients=4,
+        before_tokens_per_s=1100.0,
+        serving_tokens_per_s=800.0,
+        after_tokens_per_s=900.0,
+        text_tokens_per_s=41.25,
+        busy_cores=1.9,
+    )
+    *_, last = pipeline_costs.served_table(bench_pipeline.asdict(found) | ORIGIN).splitlines()
+    assert last.startswith("| 20% | 4 | 1,100 | 800 | 900 | 0.80 | 41.2 | 1.9 | 2026-01-01, abc")

@@ -1,19 +1,23 @@
 """Servers and a client of texts over a network in memory, and texts of gathered checkpoints."""
 
 import random
+from contextlib import closing
+from sqlite3 import connect
 
 import torch
 
-from atoll.coordinator.checkpoints import load_checkpoint
 from atoll.dht.roster import PeerRecord, StagePlace
 from atoll.dht.scoped import transport_of
 from atoll.dht.testing.virtualtime import inline
+from atoll.optim.log.entry import Entry
+from atoll.optim.log.replica import Replay
+from atoll.optim.log.store import LOG_FILE, LogStore
 from atoll.peer.inference.client import LiveModel
 from atoll.peer.inference.served import ServedStage
 from atoll.peer.inference.server import TextServer
 from atoll.peer.training.data.load import ByteTokenizer
 from atoll.peer.training.devices import Device
-from atoll.peer.training.opening import slices_of, stage_slices
+from atoll.peer.training.opening import first_state, slices_by_stage, slices_of
 from atoll.peer.training.permission import Allowed
 from atoll.peer.training.sampling import Continuation, SamplingOptions, generate
 from atoll.peer.training.stages import StageModel
@@ -38,14 +42,14 @@ class Stages:
         return self._states[position][module]
 
     def served(self, module):
-        slices = stage_slices(self.spec, self.known, module)
+        slices = slices_by_stage(self.spec, self.known)[module]
         return ServedStage(self.known.build(slices, seed=3), self.known.num_logits)
 
     def whole(self, positions):
         """The model of a gathered checkpoint: each stage at its position."""
         slices = {}
         for module, position in zip(self.spec.modules, positions, strict=True):
-            stage = self.known.build(stage_slices(self.spec, self.known, module), seed=3)
+            stage = self.known.build(slices_by_stage(self.spec, self.known)[module], seed=3)
             state = self.state(module, position)
             state.layout.load_(stage, state.params_N)
             slices |= zip(stage.indices, stage.slices.values(), strict=True)
@@ -149,21 +153,33 @@ async def continued(model, prompt, *, between=lambda number: None, **options):
     return "".join(pieces), read
 
 
+def replayed(spec, folder, module, position):
+    """The state of a module after a round, by the log in its coordinator's folder."""
+    state = first_state(spec, Allowed(), module=module)
+    replay = Replay(spec.method(), state.layout)
+    with closing(connect(folder / module / LOG_FILE)) as db:
+        (run_id,) = db.execute("SELECT value FROM meta WHERE key = 'run_id'").fetchone()
+    with closing(LogStore(folder / module, run_id=run_id, genesis_chain=bytes(32))) as store:
+        until(lambda: store.head.position >= position, f"round {position} of {module}")
+        for record in store.headers(0, position):
+            entry = Entry.decode(record.entry)
+            state = replay.next_state(state, entry, store.body(entry.position))
+    return state
+
+
 def gathered(spec, folder, positions):
-    """The model that the stages' checkpoints at these positions make up."""
+    """The model that the stages' states at these positions make up."""
     known, slices = slices_of(spec, VOCAB, Allowed()), {}
     for module, position in zip(spec.modules, positions, strict=True):
-        path = folder / "checkpoints" / module / f"{spec.run.name}-{position:08d}.safetensors"
-        until(path.exists, f"the checkpoint {path.name} of {module}")
-        stage = known.build(stage_slices(spec, known, module), seed=spec.run.seed)
-        checkpoint = load_checkpoint(path)
-        checkpoint.layout.load_(stage, checkpoint.params_N)
+        stage = known.build(slices_by_stage(spec, known)[module], seed=spec.run.seed)
+        state = replayed(spec, folder, module, position)
+        state.layout.load_(stage, state.params_N)
         slices |= zip(stage.indices, stage.slices.values(), strict=True)
     return StageModel(slices, known.shape, num_slices=len(known))
 
 
 def drawn_again(spec, folder, prompt, options, readings):
-    """The text of the gathered checkpoints, each for the tokens that were read from it."""
+    """The text of the gathered states, each for the tokens that were read from it."""
     text, pieces = Continuation(ByteTokenizer(), prompt, options), []
     models = [(each.token, gathered(spec, folder, each.positions)) for each in readings]
     while not text.is_over:

@@ -38,7 +38,7 @@ def trained_states(spec, position=4):
     return states
 
 
-def save_stage(folder, spec, module, state, *, file=None):
+def save_stage(folder, spec, module, state, *, file=None, moment=()):
     """Write one stage's checkpoint; return its path."""
     path = folder / module / (file or f"{spec.run.name}-{state.position:08d}.safetensors")
     checkpoint = Checkpoint(
@@ -48,6 +48,7 @@ def save_stage(folder, spec, module, state, *, file=None):
         position=state.position,
         chain=bytes([state.position]) * 32,
         state=state,
+        moment=dict(moment),
     )
     save_checkpoint(path, checkpoint)
     return path
@@ -60,4 +61,13 @@ def save_stages(folder, spec, *positions):
         states = trained_states(spec, position)
         for module, state in states.items():
             save_stage(folder, spec, module, state)
+    return states
+
+
+def save_moment(folder, spec, positions):
+    """Write the checkpoints of one moment, each stage at its position; return their states."""
+    moment = dict(zip(spec.modules, positions, strict=True))
+    states = {name: trained_states(spec, at)[name] for name, at in moment.items()}
+    for module, state in states.items():
+        save_stage(folder, spec, module, state, moment=moment)
     return states

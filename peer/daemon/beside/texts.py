@@ -14,7 +14,7 @@ from typing import Any
 from atoll.coordinator.run.spec import RunSpec
 from atoll.peer.daemon.pipeline_run import PipelineRun
 from atoll.peer.inference.served import ServedStage
-from atoll.peer.training.opening import slices_of, stage_slices
+from atoll.peer.training.opening import slices_by_stage, slices_of
 from atoll.peer.training.permission import Allowed
 
 
@@ -33,7 +33,7 @@ def open_texts(run: PipelineRun, told: Mapping[str, Any]) -> None:
     allowed = Allowed(models=frozenset(told["models"]), any_source=told["any_source"])
     sys.path[:] = told["path"]
     known = slices_of(spec, vocab_size, allowed)
-    slices = stage_slices(spec, known, told["module"])
+    slices = slices_by_stage(spec, known)[told["module"]]
     stage = ServedStage(known.build(slices, seed=spec.run.seed), known.num_logits)
     stage.expect_extends(run.replica.state.params_N)
     run.serve_texts(stage, told["share"])

@@ -296,3 +296,47 @@ def test_the_outer_defaults_of_a_pipeline_are_for_the_peers_of_one_stage() -> No
     staged = RunSpec.from_dict({"round": {"min_peers": 6}, "topology": {"stages": 3}})
     assert (dense.planned_members, staged.planned_members) == (2, 2)
     assert staged.method() == dense.method()
+
+
+PATTERNS = [["slices.0.*", "slices.1.*"], ["slices.[2-9].*"], ["*head*"]]
+
+
+def test_patterns_of_stages_count_them_and_belong_to_the_run() -> None:
+    text = f"[topology]\nstages = {PATTERNS}\n[round]\nmin_peers = 6"
+    spec = RunSpec.from_toml(text)
+    assert spec.topology.num_stages == 3
+    assert spec.modules == ("stage-1", "stage-2", "stage-3")
+    assert spec.planned_members == 2
+    assert RunSpec.from_json(spec.canonical()) == spec == RunSpec.from_toml(template(spec))
+    even = RunSpec.from_toml(text.replace(str(PATTERNS), "3"))
+    assert even.modules == spec.modules and even.digest() != spec.digest()
+    assert "topology.stages" in even.differences(spec)[0]
+
+
+def test_runs_with_a_number_of_stages_keep_their_digest() -> None:
+    spec = RunSpec.from_dict({"topology": {"stages": 4}})
+    assert spec.digest() == "169b8e8313b0ca88eac61b0329c95f0a14ad0b725b1c7c2e32a22f4b5ba19ca3"
+
+
+@pytest.mark.parametrize(
+    ("stages", "told"),
+    [
+        ("0", "expected a number of stages, 1 to 64, or a list of patterns for each stage, got 0"),
+        ("65", "expected a number of stages, 1 to 64"),
+        ("true", "expected a number of stages, 1 to 64"),
+        ("'slices.0.*'", "expected a number of stages, 1 to 64"),
+        ("[]", "for each of 2 to 64 stages, got 0 lists; 1 without patterns is a run whose"),
+        ("[['*']]", "for each of 2 to 64 stages, got 1 lists"),
+        (f"[{'[1],' * 65}]", "for each of 2 to 64 stages, got 65 lists"),
+        ("['slices.0.*', ['*']]", "a list of patterns for stage 1, such as ['slices.0.*'], got 's"),
+        ("[['slices.0.*'], []]", "a list of patterns for stage 2, such as ['slices.0.*'], got []"),
+        ("[['slices.0.*'], [3]]", "a pattern of 1 to 200 characters in stage 2, got 3"),
+        ("[['slices.0.*'], ['']]", "a pattern of 1 to 200 characters in stage 2, got ''"),
+        (f"[['a'], ['{'*' * 201}']]", "a pattern of 1 to 200 characters in stage 2"),
+        (str([["a"], ["b"] * 512]), "at most 512 patterns in all, got 513"),
+    ],
+)
+def test_stages_that_no_model_could_have_are_refused(stages: str, told: str) -> None:
+    (found,) = problems(f"[topology]\nstages = {stages}")
+    assert found.startswith("line 2: topology.stages: expected ") and told in found
+    assert " or expected" not in found

@@ -105,14 +105,17 @@ async def round_of(invite: Invite, module: str) -> None:
 
 
 def after_a_round(folder: Path, stages: int, on_disk: str = "default") -> int:
-    """Return the memory of a coordinator once each of its stages has a checkpoint of a round."""
+    """Return the memory of a coordinator whose stages have held a round and have checkpoints."""
     with coordinator(folder, stages, on_disk) as (pid, invite):
 
         async def all_stages() -> None:
             async with asyncio.TaskGroup() as tasks:
                 for module in spec_of(stages).modules:
                     tasks.create_task(round_of(invite, module))
-            while len(list(folder.glob("checkpoints/*/test-00000001.safetensors"))) < stages:
+            # Of the moment at which the last stage has held its round.
+            while (
+                len({path.parent for path in folder.glob("checkpoints/*/*.safetensors")}) < stages
+            ):
                 await asyncio.sleep(0.1)
 
         kit.run(all_stages())

@@ -402,7 +402,7 @@ def test_the_run_finishes_with_a_checkpoint(kit: Any, tmp_path: Path) -> None:
             assert (await one.heartbeat(net.swarm.status(0, position=6))).finished
             assert (await one.status()).state == "finished"
             coordinator = net.up.coordinator
-        checkpoint = kit.load_checkpoint(coordinator.log.last_checkpoint())
+        checkpoint = kit.load_checkpoint(coordinator.last_checkpoint())
         assert checkpoint.position == 6 and checkpoint.spec == kit.SPEC
         assert checkpoint.chain == coordinator.log.head().chain
         assert checkpoint.state.root() == coordinator.log.replica.state.root()

@@ -10,6 +10,7 @@ import time
 import pytest
 
 from atoll.coordinator.run.spec import RunSpec, template
+from atoll.peer.cli.coordinator import costs_of
 from support.commands import contents, refused
 from support.forks import Forked
 
@@ -64,6 +65,24 @@ def test_a_model_that_is_none_leaves_no_state_directory(atoll, spec_file, tmp_pa
     spec = spec_file(model={"preset": "gigantic", "overrides": {}})
     assert "gigantic" in refused(atoll("coordinator", spec, "--state-dir", "state"))
     assert not (tmp_path / "state").exists()
+
+
+def test_patterns_that_do_not_fit_the_model_leave_no_state_directory(atoll, spec_file, tmp_path):
+    spec = spec_file(topology={"stages": [["slices.0.*"], ["slices.2.*"]]})
+    told = refused(atoll("coordinator", spec, "--state-dir", "state"))
+    assert "topology.stages: no pattern matches slices.1.attention_norm.weight; add it" in told
+    assert not (tmp_path / "state").exists()
+
+
+def test_newcomers_are_placed_by_what_stages_cost(capsys):
+    stages = {"topology": {"stages": [["slices.[0-2].*"], ["slices.3.*"]]}}
+    heavy, light = costs_of(RunSpec.from_dict(stages))
+    assert heavy > 2 * light
+    even = RunSpec.from_dict({"topology": {"stages": 2}})
+    assert costs_of(RunSpec()) == costs_of(even) == ()
+    gone = RunSpec.from_dict(stages | {"model": {"custom": "no_such_module:build"}})
+    assert costs_of(gone) == ()  # a run that goes on needs no model at its coordinator
+    assert "warning: newcomers are placed as if all stages cost the same" in capsys.readouterr().err
 
 
 def test_a_missing_tokenizer_is_refused(atoll, spec_file, tmp_path):

@@ -31,4 +31,4 @@ def test_a_missing_stage_is_named(atoll, tmp_path):
     save_stages(tmp_path, staged_spec(), 2, 4)
     (tmp_path / "stage-3" / "reef-00000004.safetensors").unlink()
     told = refused(atoll("export", "stage-1/reef-00000004.safetensors", "--out", "a"))
-    assert "stage-3 has no checkpoint of this name" in told and "after round 2" in told
+    assert "stage-3 has no reef-00000004.safetensors" in told and "after round 2" in told

@@ -1,4 +1,4 @@
-"""Text through peers of a pipeline over libp2p: equal to that of the gathered checkpoint."""
+"""Text through peers of a pipeline over libp2p: equal to that of the states in the log."""
 
 import asyncio
 import contextlib
@@ -17,18 +17,12 @@ OPTIONS = SamplingOptions(max_tokens=24, temperature=0.9, seed=4)
 
 @pytest.fixture
 def spec(kit):
-    """A pipeline of two stages whose rounds last for seconds, and whose logs keep each state."""
+    """A pipeline of two stages whose rounds last for seconds."""
     return kit.tiny_spec(
         run={"name": "tiny", "rounds": 0},
         inner={"batch_size": 2, "grad_accumulation": 2, "warmup_steps": 2},
         round={"min_peers": 2, "snapshot_every": 1, "grace_s": 10.0, "stall_s": 3.0},
         topology={"stages": 2},
-        coordinator={
-            "listen": "127.0.0.1:0",
-            "dht_listen": "127.0.0.1:0",
-            "checkpoint_every": 1,
-            "keep_checkpoints": 0,
-        },
     )
 
 
@@ -38,7 +32,7 @@ def live(organiser, folder, **options):
     )
 
 
-def test_a_live_pipeline_speaks_as_its_checkpoints(organise, start, spec, tmp_path):
+def test_a_live_pipeline_speaks_as_its_logs(organise, start, spec, tmp_path):
     organiser = organise(spec)
     peers = [start(organiser.invite, f"peer-{index}", serve=0.5) for index in range(2)]
     until(lambda: all(m.position >= 1 for m in organiser.status().modules), "a round")

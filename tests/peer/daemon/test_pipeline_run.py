@@ -27,11 +27,13 @@ from support.organiser import LOOPBACK
 from support.pacing import unlimited
 
 STAGES = ("stage-1", "stage-2", "stage-3")
+UNEVEN = [["slices.[0-2].*"], ["slices.3.*"], ["slices.4.*"]]  # of three blocks
 
 
-def staged(kit, *, rounds=2, peers=3, **topology):
+def staged(kit, *, rounds=2, peers=3, layers=1, **topology):
     return kit.tiny_spec(
         run={"name": "tiny", "rounds": rounds},
+        model={"overrides": {"dim": 16, "num_layers": layers, "num_heads": 2, "ffn_dim": 32}},
         inner={"batch_size": 2, "grad_accumulation": 2, "warmup_steps": 2},
         round={"min_peers": peers, "snapshot_every": 1, "grace_s": 10.0, "stall_s": 3.0},
         topology={"stages": 3} | topology,
@@ -68,7 +70,7 @@ def stages_on_disk(folder):
 
 
 def test_three_stages_train_one_model(pipeline):
-    organiser, running = pipeline()
+    organiser, running = pipeline(stages=UNEVEN, layers=3)
     assert [peer.join() for peer in running] == [True, True, True]
     lines = [e.text for peer in running for e in peer.events if e.text.startswith("parameters: ")]
     assert sorted(line.partition(", stage-")[2][0] for line in lines) == ["1", "2", "3"]
@@ -77,6 +79,10 @@ def test_three_stages_train_one_model(pipeline):
     assert [(each.name, each.position) for each in status.modules] == [(s, 2) for s in STAGES]
     assert sorted(peer.module for peer in status.peers) == list(STAGES)
     logs = organiser.up.coordinator.logs
+    slices = [
+        {name.split(".")[1] for name in log.replica.state.layout.names} for log in logs.values()
+    ]
+    assert slices == [{"0", "1", "2"}, {"3"}, {"4"}]
     for peer in status.peers:
         state = logs[peer.module].replica.state
         assert peer.state_digest == state.root().hex()  # of that stage alone
@@ -99,8 +105,10 @@ def test_three_stages_train_one_model(pipeline):
 
 @pytest.mark.exhaustive  # the one whose last peer leaves begins like this
 def test_a_stage_of_two_peers_shares_the_flow_and_the_log(pipeline):
-    organiser, running = pipeline(peers=4, rounds=3)
+    organiser, running = pipeline(peers=4, rounds=3, exact=True)
     assert all(peer.join() for peer in running)
+    flows = [peer.flow for peer in organiser.status().peers]
+    assert all(flow.counted and not flow.double_counts for flow in flows)
     logs = organiser.up.coordinator.logs
     together = [log for log in logs.values() if log.rounds.newest()[-1].members == 2]
     assert len(together) == 1 and together[0].name == "stage-1"  # the fourth came to the first

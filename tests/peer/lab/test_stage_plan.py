@@ -140,6 +140,13 @@ def test_the_plan_of_a_pipeline_is_a_table_of_stages(run_toml, capsys):
     assert max(map(len, told)) <= 80
 
 
+def test_the_plan_of_an_uneven_cut_puts_peers_where_the_work_is():
+    cost = predict_pipeline(spec_of([["slices.0.*"], ["slices.[1-4].*"], ["slices.5.*"]]), PLENTY)
+    assert [(each.first_slice, each.last_slice) for each in cost.stages] == [(0, 0), (1, 4), (5, 5)]
+    assert [stage.peers for stage in cost.stages] == [1, 4, 1]
+    assert cost.binds.name == "stage-2" and cost.stages[1].params > 9 * cost.stages[2].params
+
+
 def test_the_plan_of_a_pipeline_as_json(run_toml, capsys):
     words = ["plan", run_toml, "--peers", "3", "--mbit", "5", "--step-ms", "400", "--json"]
     assert main(words) == 0
@@ -149,15 +156,18 @@ def test_the_plan_of_a_pipeline_as_json(run_toml, capsys):
 
 
 @pytest.mark.parametrize(
-    ("model", "words", "expected"),
+    ("model", "stages", "words", "expected"),
     [
-        ("", "--peers 2", "one a stage, got 2"),
-        ("custom = 'a:b'", "--peers 6", "with --step-ms"),
-        ("overrides = { num_layers = 0 }", "--peers 6 --step-ms 1", "num_layers"),
+        ("", 6, "--peers 2", "one a stage, got 2"),
+        ("custom = 'a:b'", 6, "--peers 6", "with --step-ms"),
+        ("overrides = { num_layers = 0 }", 6, "--peers 6 --step-ms 1", "num_layers"),
+        ("", [["*embed*"], ["*head*"]], "--peers 6 --step-ms 1", "no pattern matches slices.1."),
     ],
 )
-def test_a_pipeline_that_cannot_be_planned_is_bad_input(tmp_path, capsys, model, words, expected):
+def test_a_pipeline_that_cannot_be_planned_is_bad_input(
+    tmp_path, capsys, model, stages, words, expected
+):
     path = tmp_path / "RUN.toml"
-    path.write_text(f"[model]\n{model}\n[topology]\nstages = 6\n")
+    path.write_text(f"[model]\n{model}\n[topology]\nstages = {stages}\n")
     assert main(["plan", str(path), "--mbit", "5", *words.split()]) == cli.BAD_INPUT
     assert expected in capsys.readouterr().err

@@ -31,7 +31,7 @@ class Sees(nn.Module):
 
 def scorer(model=None):
     spec = spec_of(data={"seq_len": CONTEXT})
-    trained = Trained(model=model or Sees(), spec=spec, tokenizer=ByteTokenizer(), position=0)
+    trained = Trained(model=model or Sees(), spec=spec, tokenizer=ByteTokenizer(), positions=(0,))
     return Scorer(trained, CPU)
 
 
@@ -98,7 +98,7 @@ def test_a_missing_harness_is_said_with_its_cure(tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(__import__("sys").modules, "lm_eval", None)
     monkeypatch.setattr(
         "atoll.peer.training.trained.load_checkpoint",
-        lambda *a, **k: types.SimpleNamespace(spec=spec_of(), position=0),
+        lambda *a, **k: types.SimpleNamespace(spec=spec_of(), positions=(0,)),
     )
     assert cli.main(["eval", "x.safetensors", "--tasks", "coral"]) == 2
     assert "pip install lm-eval" in capsys.readouterr().err

@@ -21,7 +21,7 @@ from atoll.peer.pipeline.workbench import Workbench
 from atoll.peer.training import models
 from atoll.peer.training.beside import ParameterTurns
 from atoll.peer.training.devices import Device
-from atoll.peer.training.opening import build_stage, slices_of, stage_slices
+from atoll.peer.training.opening import build_stage, slices_by_stage, slices_of
 from atoll.peer.training.permission import Allowed
 from atoll.peer.training.stage_compute import StageCompute
 from atoll.peer.training.stage_learner import StageLearner, StoppedInStep, codecs_of
@@ -332,5 +332,5 @@ def test_text_that_cannot_be_read_ends_the_peer():
 def test_the_slices_of_a_stage_are_those_of_its_module():
     spec = spec_of(2)
     known = slices_of(spec, VOCAB, Allowed())
-    runs = [stage_slices(spec, known, module) for module in spec.modules]
+    runs = [slices_by_stage(spec, known)[module] for module in spec.modules]
     assert [index for run in runs for index in run] == list(range(len(known)))

@@ -1,11 +1,8 @@
-import itertools
 import re
 
 import example_stages
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from atoll.optim.state.layout import Layout
 from atoll.peer.errors import ModelError
@@ -29,38 +26,6 @@ def tokens(batch=2, length=16, vocab=64):
 
 
 # --- the cut
-
-
-def all_cuts(count, runs):
-    for inner in itertools.combinations(range(1, count), runs - 1):
-        yield tuple(itertools.starmap(range, itertools.pairwise((0, *inner, count))))
-
-
-def cost_of(cut, costs):
-    sums = [sum(costs[run.start : run.stop]) for run in cut]
-    return max(sums), sum(each**2 for each in sums)
-
-
-@given(costs=st.lists(st.integers(0, 20), min_size=1, max_size=9), data=st.data())
-def test_a_cut_is_complete_and_no_other_is_better(costs, data):
-    runs = data.draw(st.integers(1, len(costs)))
-    found = stages.cut(costs, runs)
-    assert len(found) == runs and all(found)
-    assert [index for run in found for index in run] == list(range(len(costs)))
-    assert cost_of(found, costs) == min(cost_of(cut, costs) for cut in all_cuts(len(costs), runs))
-
-
-def test_equal_slices_are_spread_evenly():
-    assert [len(run) for run in stages.cut([7] * 9, 4)] in ([3, 2, 2, 2], [2, 2, 2, 3])
-
-
-def test_a_free_slice_goes_with_its_neighbour():
-    assert stages.cut([0, 5, 5, 5, 5], 2) == (range(0, 3), range(3, 5))
-
-
-def test_a_deep_model_is_cut_at_once():
-    found = stages.cut([0, *[12 * 4096**2] * (stages.MAX_SLICES - 2), 128_256 * 4096], 64)
-    assert {len(run) for run in found[1:-1]} <= {8, 9}
 
 
 @pytest.mark.parametrize("count", [0, -1, 5])
@@ -306,6 +271,7 @@ def test_a_stage_builds_its_own_slices_alone(custom):
 def test_a_custom_model_is_cut_and_seeded(custom, function):
     found = custom(function)
     first, last = found.cut(2)
+    assert found.cut([["slices.0.*"], ["slices.[!0].*"]]) == (range(1), range(1, len(found)))
     state = found.build(first, seed=1).state_dict() | found.build(last, seed=1).state_dict()
     again = found.build(range(len(found)), seed=1).state_dict()
     assert list(state) == list(again)

@@ -10,7 +10,7 @@
     links     3 stages, 6 peers, at 10, 25 and 100 Mbit/s and 5 and 50 ms, in one run after another
     drained   the same at 25 Mbit/s and 50 ms, with steps that wait for all that is under way
     unequal   2 stages, 6 peers; those of the last stage are slow as 1:2:4
-    churn     3 stages, 6 peers; one is killed each minute and started again
+    churn     3 stages, 6 peers; one is killed each minute; it comes back, or a newcomer does
     vacant    3 stages, 6 peers; both peers of a stage are killed, of each in turn
     calm      3 stages, 6 peers train a small model on real text: held-out loss by tokens
     struck    the same with a kill every 40 s; the loss against that of `calm` at equal tokens
@@ -246,7 +246,7 @@ def unequal(seconds: float) -> Iterator[Row]:
 
 
 def churn(minutes: float, seed: int = 1) -> Churn:
-    """Kill a peer each minute, and start it again."""
+    """Kill a peer each minute; start it again, or every second time a newcomer in its place."""
     link, rng, kills = link_of(25.0, 50.0), random.Random(seed), list[tuple[int, float]]()
     with running(CHURNED, link) as case:
         time.sleep(SETTLE_S)
@@ -264,7 +264,7 @@ def churn(minutes: float, seed: int = 1) -> Churn:
                 case.kill(host)
                 progress(f"killed peer-{host}")
                 time.sleep(AWAY_S)
-                case.start_peer(host)
+                case.start_peer(host, newcomer=0 if len(kills) % 2 else len(kills))
 
         busy = busy_cores(strike)
         looks = list(case.looks())
@@ -293,13 +293,20 @@ def churn_of(
     from_s, until_s = window
     everyone = counts(looks)
     found = [each for each in everyone if spans(each, from_s, until_s)]
-    stage_of = {int(each.name.rpartition("-")[2]): each.stage for each in everyone}
     spans_of = {host: spells(trained[host], [t for h, t in kills if h == host]) for host in trained}
 
+    def stage_at(host: int, at_s: float) -> int | None:
+        """Return the stage in which a host's peer trains; a newcomer may be given another one."""
+        if not any(a <= at_s < b for a, b in spans_of[host]):
+            return None
+        of_host = [each for each in everyone if each.name == f"peer-{host}"]
+        begun = [each for each in of_host if each.points[0][0] <= at_s]
+        return (begun[-1] if begun else of_host[0]).stage if of_host else None
+
     def living(at_s: float) -> float:
-        here = [host for host, own in spans_of.items() if any(a <= at_s < b for a, b in own)]
+        at = {host: stage_at(host, at_s) for host in spans_of}
         return min(
-            stage_rate(CHURNED, n, link, [h for h in here if stage_of[h] == n])
+            stage_rate(CHURNED, n, link, [host for host, stage in at.items() if stage == n])
             for n in range(CHURNED.stages)
         )
 

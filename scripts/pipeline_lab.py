@@ -253,12 +253,15 @@ class Flowing(Case):
                 wait_until(lambda: len(self.newest()) == host, START_S, self.words)  # noqa: B023
         wait_until(lambda: self.training() == self.pipeline.peers, START_S, self.words)
 
-    def start_peer(self, host: int) -> None:
-        """Start the peer of a host, for the first time or again."""
+    def start_peer(self, host: int, *, newcomer: int = 0) -> None:
+        """Start the peer of a host, for the first time or again, or a newcomer in its place.
+
+        A newcomer, told apart by a number above 0, has nothing of the peer before it.
+        """
         factor = self.pipeline.factors[host - 1]
         pace = ",".join(str(each * factor) for each in self.pipeline.forward_s)
         own = ["--data", "text.txt", "--allow-model", CUSTOM]
-        self.run_peer(host, own, state_dir=f"peer-{host}", pace=pace)
+        self.run_peer(host, own, state_dir=state_dir(host, newcomer), pace=pace)
 
     def run_peer(self, host: int, own: Sequence[str], *, state_dir: str, pace: str = "") -> None:
         """Run a peer on a host, with options of the run's own."""
@@ -290,6 +293,11 @@ class Flowing(Case):
         """Return when each process of a host's peer began to train."""
         log = self.folder / f"peer-{host}.log"
         return [each["time"] for each in events(log) if each["kind"] == "ready"]
+
+
+def state_dir(host: int, newcomer: int) -> str:
+    """Return the name of a peer's state directory."""
+    return f"peer-{host}-{newcomer}" if newcomer else f"peer-{host}"
 
 
 @dataclass(kw_only=True)

@@ -29,6 +29,7 @@ from pipeline_lab import (
     rounds,
     running,
     spans,
+    state_dir,
     total,
 )
 from torch import nn
@@ -93,13 +94,9 @@ class Learning(Flowing):
         }
         return RunSpec.from_dict(told | own)
 
-    def start_peer(self, host: int) -> None:
-        """Start the peer of a host, for the first time or again."""
-        self.run_peer(host, [], state_dir=f"peer-{host}")
-
-    def join_anew(self, host: int, number: int) -> None:
-        """Start another peer on a host, which has nothing of the one before."""
-        self.run_peer(host, [], state_dir=f"peer-{host}-{number}")
+    def start_peer(self, host: int, *, newcomer: int = 0) -> None:
+        """Start the peer of a host, or a newcomer, without the waits of a model's place."""
+        self.run_peer(host, [], state_dir=state_dir(host, newcomer))
 
 
 def learned(minutes: float, *, is_struck: bool, seed: int = 1) -> Learned:
@@ -123,10 +120,7 @@ def learned(minutes: float, *, is_struck: bool, seed: int = 1) -> Learned:
                 kills.append(time.time())
                 progress(f"killed peer-{host}")
                 time.sleep(AWAY_S)
-                if number % 2:
-                    case.join_anew(host, number)
-                else:
-                    case.start_peer(host)
+                case.start_peer(host, newcomer=number if number % 2 else 0)
             time.sleep(max(0.0, until_s - time.time()))
 
         strike()

@@ -109,6 +109,26 @@ def test_half_a_stage_could_do_half_while_its_other_peer_is_dead():
     assert found.counted == 240 and found.tokens_per_s == pytest.approx(2 * bench_pipeline.ROWS)
 
 
+def test_a_newcomer_counts_in_the_stage_that_it_was_given():
+    names = [(f"peer-{n + 1}", f"stage-{n % 3 + 1}") for n in range(6)]
+    looks = []
+    for at in range(0, 121, 10):
+        peers = [peer(*each, at, at) for each in names if each[0] != "peer-2" or at <= 60]
+        if at > 60:
+            peers.append(peer("peer-2", "stage-1", at, at) | {"incarnation": "newcomer"})
+        looks.append({"at": at, "peers": peers})
+    found = bench_pipeline.churn_of(
+        looks,
+        kills=[(2, 60.0)],
+        trained={n: [0.0] for n in range(1, 7)} | {2: [0.0, 70.0]},
+        link=LINK,
+        window=(0.0, 120.0),
+        busy=1.0,
+    )
+    whole = bench_pipeline.ROWS * pipeline_lab.stage_rate(bench_pipeline.CHURNED, 1, LINK, [2, 5])
+    assert found.living_tokens_per_s == pytest.approx(0.75 * whole, rel=0.01)
+
+
 def test_a_vacancy_ends_with_a_microbatch_of_the_peer_that_moved():
     before = [peer("peer-2", "stage-2", 9, 99.0, position=3)]
     stale = [peer("peer-2", "stage-2", 9, 103.0, position=4)]  # heard late, of the dead

@@ -231,7 +231,8 @@ class StageWorld(World):
 
     def __init__(self, plan, folder, loop):
         super().__init__(plan, folder, loop)
-        self.spec, self.audit = spec_of(self.spec), StageAudit()
+        self.spec = spec_of(self.spec)
+        self.audit = StageAudit(bytes(32), (0.0, 0.0))
 
     def _add_peer(self, *, is_keeper=False):
         number = len(self.peers) + 1

@@ -253,6 +253,8 @@ class PeerMachine(Machine):
         self.number = number
         self.peer: Peer | None = None
         self.training: Training | None = None
+        self.ended_at = -1
+        """the position at which its trainer last ended, which its disk holds"""
         super().__init__(world, f"{'keeper' if habits.is_keeper else 'peer'}{number}", identity)
 
     @property
@@ -284,6 +286,12 @@ class PeerMachine(Machine):
                 seed = self.number * 1000 + self.num_starts
                 self.training = Training(peer, self.habits.step_s, seed)
                 await self.training.run()
+                self.ended_at = peer.position
+
+    def wipe(self) -> None:
+        """Lose everything on the disk; the process is down."""
+        super().wipe()
+        self.ended_at = -1
 
     async def _invite(self) -> Invite:
         while self.world.invite is None:

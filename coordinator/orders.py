@@ -18,14 +18,16 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from atoll.coordinator.run.spec import RunSpec
 from atoll.optim.log.entry import LogError
 from atoll.optim.log.orders import (
+    MAX_EVICTED,
     MAX_PENDING,
     Change,
+    EvictPeer,
     Order,
     RunSettings,
     SetInnerSteps,
@@ -38,6 +40,7 @@ from atoll.optim.log.orders import (
 from atoll.optim.log.store import sync_folder
 
 ORDERS_FILE = "orders.json"
+AS_BEGUN = RunSettings()
 KEPT = 256  # a log that goes back to an older epoch needs some again, 250 bytes each
 
 
@@ -49,12 +52,20 @@ class OrderRefused(Exception):
     """The order cannot be taken."""
 
 
-def misfit(spec: RunSpec, change: Change) -> str:
-    """Return why a change does not fit a run, with the remedy; empty if it does."""
+def misfit(spec: RunSpec, change: Change, settings: RunSettings = AS_BEGUN) -> str:
+    """Return why a change does not fit a run with such settings, with the remedy; empty if not."""
     method = spec.method()
     if not method.logged:
-        return f"the method {method.name} has no log that could decide orders"
+        remedy = "; `atoll evict` removes a peer" if isinstance(change, EvictPeer) else ""
+        return f"the method {method.name} has no log that could decide orders{remedy}"
     match change:
+        case EvictPeer(peer_id=peer) if peer in settings.evicted:
+            return "the peer is evicted already; `atoll run readmit` lets it come back"
+        case EvictPeer() if len(settings.evicted) >= MAX_EVICTED:
+            return (
+                f"{MAX_EVICTED} peers are evicted by orders, and a log names no more; readmit one, "
+                "or use `atoll evict` on the coordinator's machine"
+            )
         case SetInnerSteps() if method.every_step:
             return f"{method.name} communicates at every step, so its windows have 1 step"
         case SetInnerSteps(value=steps) if method.hidden_steps(steps) > steps:
@@ -138,7 +149,7 @@ class OrderDesk:
             return None  # asked once more, as the answer was lost
         if order.number != due:
             raise OrderRefused(f"expected order {due}, got order {order.number}; give it again")
-        if reason := misfit(self._spec, order.change):
+        if reason := misfit(self._spec, order.change, self.settings(logs, 0)):
             raise OrderRefused(reason)
         if len(self.lacking(min(each.number for each in logs))) >= MAX_PENDING:
             raise OrderRefused(
@@ -148,6 +159,15 @@ class OrderDesk:
         _write(self._path, [each for _, each in orders.values()])
         self._orders = orders
         return order
+
+    def evicted(self, logs: Sequence[RunSettings]) -> Mapping[str, str] | None:
+        """Return why each peer is out once all orders are decided; None in a run without orders."""
+        settings = self.settings(logs, 0)
+        if not settings.number:
+            return None
+        changes = (order.change for order, _ in self._orders.values())
+        reasons = {c.peer_id: c.reason for c in changes if isinstance(c, EvictPeer)}
+        return {peer: reasons.get(peer, "") for peer in settings.evicted}
 
     def lacking(self, number: int) -> list[bytes]:
         """Return the orders that a log lacks whose newest one has this number."""

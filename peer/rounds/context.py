@@ -158,6 +158,11 @@ class PeerContext:
         if barred is not None:
             raise Refused(RefusalCode.BARRED, str(barred))
 
+    def reading_door(self, peer: str) -> None:
+        """Raise Refused for a peer that must not read the log."""
+        if not self.conduct.may_read(peer):
+            raise Refused(RefusalCode.BARRED, str(self.conduct.barred(peer, self.now())))
+
     def door(self, peer: str) -> None:
         """Raise Refused for a peer that is barred for good."""
         if self.conduct.is_out(peer):

@@ -165,7 +165,8 @@ class Rounds:
     def serve(self) -> None:
         """Answer the others from now on."""
         transport, fault, door = self._ctx.transport, self._ctx.fault, self._ctx.door
-        transport.serve("head", guarded_call(self._serve_head, fault, door))
+        reading = self._ctx.reading_door
+        transport.serve("head", guarded_call(self._serve_head, fault, reading))
         votes = ("prepare", "propose", "lock")
         for method in votes if self._ctx.replica.trust == "byzantine" else votes[:2]:
             transport.serve(method, self._serve_vote(method))

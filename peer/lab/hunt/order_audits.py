@@ -1,7 +1,8 @@
 """What orders must have changed at each place of a log, by another formula than the log's.
 
 Everybody has the settings of its chain, so all switch at the same position; nothing but orders
-follows a pause, and nothing the last round; updates have the rates that were ordered.
+follows a pause, and nothing the last round; updates have the rates that were ordered; an evicted
+peer is in no round, and votes in none.
 """
 
 from __future__ import annotations
@@ -13,8 +14,10 @@ from typing import Any
 from atoll.coordinator.run.keys import verify_run_key
 from atoll.optim.log.entry import Entry
 from atoll.optim.log.orders import (
+    EvictPeer,
     Order,
     PauseRun,
+    ReadmitPeer,
     ResumeRun,
     RunSettings,
     SignedOrder,
@@ -38,25 +41,40 @@ class OrderAudit:
         """Take an entry that a machine holds for decided."""
         if entry.chain in self._after:
             return
-        before = self._after.get(entry.previous_chain)
-        if before is None:
-            before = {} if entry.position == 0 else _plain(entry.settings)
+        known = {} if entry.position == 0 else self._after.get(entry.previous_chain)
+        if known is None:  # nobody who lives has decided the entry before
+            self._after[entry.chain] = _plain(entry.settings)
+            return
         at = f"{name}, entry {entry.epoch, entry.position}"
+        self._expect_may_follow(at, known, entry)
+        after = dict(known)
+        if entry.kind == "control":
+            self._take(at, after, entry)
+        elif entry.kind == "update":
+            self._expect_rates(at, known, entry)
+        self._expect_no_evicted(at, known, after, entry)
+        carried = _plain(entry.settings)
+        if carried != after:
+            self._fail("settings follow from orders", f"{at}: {carried}, not {after}")
+        self._after[entry.chain] = after
+
+    def _expect_may_follow(self, at: str, before: Mapping[str, Any], entry: Entry) -> None:
         last = before.get("last_round")
         if last is not None and entry.position >= last:
             self._fail("nothing follows the last round", f"{at}: the run ended after {last}")
         if before.get("is_paused") and entry.kind != "control":
             self._fail("a paused run decides orders alone", f"{at}: {entry.kind}")
-        after = dict(before)
-        if entry.kind == "control":
-            self._take(at, after, entry)
-        elif entry.kind == "update":
-            self._expect_rates(at, before, entry)
-        if _plain(entry.settings) != after:
-            self._fail(
-                "settings follow from orders", f"{at}: {_plain(entry.settings)}, not {after}"
-            )
-        self._after[entry.chain] = after
+
+    def _expect_no_evicted(
+        self, at: str, before: Mapping[str, Any], after: Mapping[str, Any], entry: Entry
+    ) -> None:
+        out = {*before.get("evicted", ())} & {member.peer_id for member in entry.members}
+        if out:
+            self._fail("no evicted peer is in a round", f"{at}: {out}")
+        electors = {elector.peer_id for elector in entry.electorate}
+        out = electors & {*after.get("evicted", ())}
+        if out and out != electors:  # if all are out, they stay until an epoch names others
+            self._fail("no evicted peer votes", f"{at}: {out}")
 
     def held(self, name: str, settings: RunSettings, chain: bytes) -> None:
         """Take the settings that a machine has at the end of its log."""
@@ -83,6 +101,12 @@ class OrderAudit:
                 after["last_round"] = max(wanted or 0, entry.position + 1)
                 if after["last_round"] == entry.position + 1:
                     after.pop("is_paused", None)
+            case EvictPeer(peer_id=peer):
+                after["evicted"] = tuple(sorted({*after.get("evicted", ()), peer}))
+            case ReadmitPeer(peer_id=peer):
+                after["evicted"] = tuple(p for p in after.get("evicted", ()) if p != peer)
+                if not after["evicted"]:
+                    del after["evicted"]
             case change:
                 after[change.kind] = change.value
 
@@ -98,7 +122,7 @@ def _plain(stored: bytes) -> dict[str, Any]:
     if not stored:
         return {}
     fields = RunSettings.decode(stored).model_dump()
-    return {name: value for name, value in fields.items() if value not in (None, False)}
+    return {name: value for name, value in fields.items() if value not in (None, False, ())}
 
 
 def _fp32(value: float) -> float:

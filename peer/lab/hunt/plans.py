@@ -33,6 +33,7 @@ FaultKind = Literal[
     "pause",  # the organiser pauses the run, for a while
     "stop",  # or ends it after a round; mostly with a change of mind
     "set",  # or changes a number
+    "oust",  # or evicts a peer, for a while
     "forge",  # a peer is given an order under another key
     "repeat",  # or all orders again
     "rival",  # or one that has the number of the organiser's next one
@@ -64,6 +65,7 @@ ORDERS: dict[FaultKind, float] = {
     "pause": 3,
     "stop": 0.7,
     "set": 4,
+    "oust": 1.5,
     "forge": 1,
     "repeat": 1,
     "rival": 1,

@@ -43,7 +43,7 @@ from atoll.dht.identity import Identity
 from atoll.dht.testing.memory import MemoryLink, MemoryNetwork, MemoryTransport
 from atoll.dht.transport import Check, TransportError
 from atoll.optim.log.entry import Entry, sha256
-from atoll.optim.log.orders import ResumeRun, RunSettings
+from atoll.optim.log.orders import EvictPeer, ReadmitPeer, ResumeRun, RunSettings
 from atoll.optim.log.replica import DISK_ERRORS, Applied, LiveReplica
 from atoll.optim.log.store import StoreCorrupt
 from atoll.optim.state.layout import Layout
@@ -52,6 +52,7 @@ from atoll.peer.daemon import gossip_run, keeping, log_run, reducer, reporting
 from atoll.peer.daemon import peer as peer_module
 from atoll.peer.daemon.keeping import KeptBallots
 from atoll.peer.daemon.reach import bootstrap
+from atoll.peer.errors import PeerEvicted
 from atoll.peer.lab.hunt import wires
 from atoll.peer.lab.hunt.audits import Audit, RuleBroken
 from atoll.peer.lab.hunt.disks import Disk
@@ -153,6 +154,7 @@ class World:
         self._undo: list[tuple[float, Callable[[], None]]] = []
         self._clock_errors_s = 0.0
         self._gone: set[str] = set()
+        self._ousted: list[str] = []
         self.mesh = self._network("mesh", NodeTransport)
         self.wire = self._network("wire", MemoryTransport)
         is_cut = "count=" in plan.method
@@ -450,6 +452,18 @@ class World:
     def _fault_stop(self, fault: PlannedFault) -> None:
         self._fault_pause(fault)
 
+    def _fault_oust(self, fault: PlannedFault) -> None:
+        peer_id = self._peer(fault).identity.peer_id
+        self.organiser.want(EvictPeer(peer_id=peer_id, reason="hunt"))
+        self._ousted.append(peer_id)
+        if fault.amount > FORGOTTEN:
+            self._later(fault.lasts_s, self._readmit)
+
+    def _readmit(self) -> None:
+        """Readmit the peer that was evicted first."""
+        if self._ousted:
+            self.organiser.want(ReadmitPeer(peer_id=self._ousted.pop(0)))
+
     def _fault_set(self, fault: PlannedFault) -> None:
         self._order(fault)
 
@@ -475,13 +489,23 @@ class World:
         if any(settings.is_paused for settings in self._settings().values()):
             self.say("--- the run rests")
             await self._until(healed_s + RESTS_S)
-        self.organiser.want(ResumeRun())
-        while not self._has_all_orders():
+        while not self._has_all_orders() or self._undo_orders():
             if self.now() - healed_s > RESTS_S + RESUMES_S:
                 self._say_events()
                 self.audit.fail("orders are decided", self._standing())
             self._accept_loss_later(healed_s)
             await self._until(self.now() + LOOK_S)
+
+    def _undo_orders(self) -> bool:
+        """Let the run go on with everybody; return whether that needs orders."""
+        settings = self._settings().get(self.coordinator.name, RunSettings())
+        if self._is_over():
+            return False
+        for peer_id in settings.evicted:
+            self.organiser.want(ReadmitPeer(peer_id=peer_id))
+        if settings.is_paused or settings.last_round is not None:
+            self.organiser.want(ResumeRun())
+        return not self.organiser.is_idle
 
     def _settings(self) -> dict[str, RunSettings]:
         """Return what orders have changed at the end of each log that is open, by machine."""
@@ -561,10 +585,14 @@ class World:
             self.story.append(f"{at_s:9.2f} coordinator {event.level}: {event.text[:200]}")
 
     def _wanted(self) -> list[PeerMachine]:
+        up = self.coordinator.running
         return [
             peer
             for peer in self.peers
-            if peer.is_wanted and peer.identity.peer_id not in self._gone
+            if peer.is_wanted
+            and peer.identity.peer_id not in self._gone
+            # Of a run that is over, nobody is readmitted.
+            and not (up and up.coordinator.admission.is_evicted(peer.identity.peer_id))
         ]
 
     def _positions(self) -> list[int]:
@@ -798,7 +826,7 @@ class _Failures(logging.Handler):
         machine = living()
         if machine is None or error is None:
             return
-        if isinstance(error, (*DISK_ERRORS, TransportError)):
+        if isinstance(error, (*DISK_ERRORS, TransportError, PeerEvicted)):
             return
         self._world.say(f"{machine.name}: {text}: {error!r}")
         self._world.unexpected(machine, error)

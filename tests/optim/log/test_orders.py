@@ -10,15 +10,25 @@ from typing import Any
 import pytest
 
 from atoll.coordinator.run.keys import RunKeys
-from atoll.optim.log.entry import ChainMismatch, Entry, MalformedRecord, place_before
+from atoll.dht.identity import Identity
+from atoll.optim.log.entry import (
+    MAX_SETTINGS,
+    ChainMismatch,
+    Entry,
+    MalformedRecord,
+    place_before,
+)
 from atoll.optim.log.orders import (
+    MAX_EVICTED,
     MAX_PENDING,
     NUMBERS,
     Change,
+    EvictPeer,
     Order,
     OrderBook,
     OrderInvalid,
     PauseRun,
+    ReadmitPeer,
     ResumeRun,
     RunSettings,
     SetInnerScale,
@@ -36,6 +46,7 @@ from support import kit
 from support.logs import RUN, open_replica, take
 
 KEYS = RunKeys.generate()
+PEERS = [Identity.ephemeral().peer_id for _ in range(MAX_EVICTED)]
 
 
 def order(number: int, change: Change, **changes: Any) -> Order:
@@ -127,6 +138,35 @@ def test_an_order_is_told_in_a_line() -> None:
     assert described(order(3, PauseRun())) == "order 3: the run is paused"
     assert described(order(4, StopRun(after_round=9))) == "order 4: the run ends after round 9"
     assert described(order(5, SetInnerSteps(value=7))) == "order 5: inner_steps is 7 from here on"
+
+
+def test_an_evicted_peer_is_named_until_it_is_readmitted() -> None:
+    evict = [EvictPeer(peer_id=peer) for peer in PEERS[:2]]
+    assert after(*evict, evict[0]).evicted == tuple(sorted(PEERS[:2]))
+    assert after(*evict, ReadmitPeer(peer_id=PEERS[0])).evicted == (PEERS[1],)
+    assert after(ReadmitPeer(peer_id=PEERS[0])).evicted == ()
+    assert read_settings(after(*evict).stored) == after(*evict)
+
+
+def test_settings_that_evict_nobody_keep_their_bytes() -> None:
+    """A log of before there were evictions is read, and goes on."""
+    settings = after(PauseRun())
+    assert "evicted" not in settings.model_dump()
+    back = after(PauseRun(), EvictPeer(peer_id=PEERS[0]), ReadmitPeer(peer_id=PEERS[0]))
+    assert back.stored == settings.model_copy(update={"number": 3}).stored
+
+
+def test_settings_name_so_many_evicted_peers_and_fit_into_an_entry() -> None:
+    settings = RunSettings(number=1, evicted=tuple(sorted(PEERS)))
+    assert len(settings.stored) < MAX_SETTINGS
+    with pytest.raises(OrderInvalid, match="at most 64 evicted"):
+        settings.after(order(2, EvictPeer(peer_id=Identity.ephemeral().peer_id)), 9)
+
+
+@pytest.mark.parametrize("peer_id", ["", "laptop", "0" * 52, "1" * 200, "12D3KooW\n" + "1" * 44])
+def test_what_is_no_peer_id_is_not_evicted(peer_id: str) -> None:
+    with pytest.raises(ValueError, match="peer_id"):
+        EvictPeer(peer_id=peer_id)
 
 
 # The book
@@ -303,6 +343,18 @@ def test_an_entry_that_was_checked_is_checked_again_when_its_body_came(
     )
     with pytest.raises(OrderInvalid):
         replica.accept(claim, body)
+
+
+def test_no_round_has_an_evicted_member(reopen: Open, swarm: kit.Swarm) -> None:
+    replica = reopen()
+    replica.open_epoch(swarm.electors(), KEYS.sign)
+    out = swarm.identities[2].peer_id
+    left = tuple(e for e in swarm.electors() if e.peer_id != out)
+    give(replica, swarm, EvictPeer(peer_id=out), electorate=left)
+    with pytest.raises(OrderInvalid, match="is a member, but was evicted"):
+        go_on(replica, swarm)
+    give(replica, swarm, ReadmitPeer(peer_id=out), electorate=left)
+    go_on(replica, swarm)
 
 
 def test_an_order_under_another_key_is_refused(reopen: Open) -> None:

@@ -14,7 +14,7 @@ base, as both carry the norms: so a replica that begins at a snapshot needs no o
     pause       no update may follow until a resume
     resume      updates may follow, and no end is set
     stop        the run ends after a round, or with this entry
-    set         one of the numbers in `NUMBERS` is another one
+    set         one of the numbers in `NUMBERS`, the codec or the reducer is another one
     evict       a peer is in no electorate and no round
     readmit     it may be in both again
 
@@ -36,11 +36,14 @@ from pydantic import Field, FiniteFloat, SerializerFunctionWrapHandler, model_se
 
 from atoll.optim.log.entry import Count, Digest, Entry, LogError, Record, Signature, fp32
 from atoll.optim.reducer import Course
+from atoll.optim.reduction.robust import ReducerName
 
 MAX_PENDING = 16  # orders that wait to be decided; a position takes one
 MAX_EVICTED = 64  # peers that settings name, 54 bytes each in every entry
 MAX_REASON = 200  # characters
 MAX_INNER_STEPS = 1_000_000  # of a window: days at a second a step
+
+LATER_FIELDS = ("evicted", "codec", "reducer")  # of settings, left out while they are not set
 
 OpenOrder = Callable[[bytes], "Order"]
 """Returns the order in a signed one. Raises LogError: it is none of this run's."""
@@ -55,6 +58,7 @@ OuterRate = Annotated[FiniteFloat, Field(gt=0, le=100)]
 Momentum = Annotated[FiniteFloat, Field(ge=0, lt=1)]
 Scale = Annotated[FiniteFloat, Field(gt=0, le=100)]
 MinPeers = Annotated[int, Field(ge=1, le=4096)]
+CodecName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9(),.=_+:*/-]{1,64}$")]
 PeerId = Annotated[str, Field(pattern=r"^[1-9A-HJ-NP-Za-km-z]{46,59}$")]
 
 
@@ -113,6 +117,20 @@ class SetMinPeers(Record):
     value: MinPeers
 
 
+class SetCodec(Record):
+    """Let contributions and means be encoded in this codec."""
+
+    kind: Literal["codec"] = "codec"
+    value: CodecName
+
+
+class SetReducer(Record):
+    """Let owners reduce chunks by this rule."""
+
+    kind: Literal["reducer"] = "reducer"
+    value: ReducerName
+
+
 class EvictPeer(Record):
     """Put a peer out of every electorate and round."""
 
@@ -130,7 +148,7 @@ class ReadmitPeer(Record):
 
 SetNumber = SetInnerSteps | SetOuterRate | SetOuterMomentum | SetInnerScale | SetMinPeers
 Change = Annotated[
-    PauseRun | ResumeRun | StopRun | SetNumber | EvictPeer | ReadmitPeer,
+    PauseRun | ResumeRun | StopRun | SetNumber | SetCodec | SetReducer | EvictPeer | ReadmitPeer,
     Field(discriminator="kind"),
 ]
 
@@ -192,11 +210,13 @@ class RunSettings(Record):
     min_peers: MinPeers | None = None
     evicted: Annotated[tuple[PeerId, ...], Field(max_length=MAX_EVICTED)] = ()
     """PeerIDs, sorted"""
+    codec: CodecName | None = None
+    reducer: ReducerName | None = None
 
     @model_serializer(mode="wrap")
     def _dump(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        fields: dict[str, Any] = handler(self)
-        return fields if self.evicted else {k: v for k, v in fields.items() if k != "evicted"}
+        """Leave out what came later and is not set: settings of before keep their bytes."""
+        return {k: v for k, v in handler(self).items() if v or k not in LATER_FIELDS}
 
     @property
     def stored(self) -> bytes:
@@ -217,6 +237,7 @@ class RunSettings(Record):
             inner_scale=1.0 if self.inner_scale is None else self.inner_scale,
             last_round=self.last_round,
             is_paused=self.is_paused,
+            codec=self.codec,
         )
 
     def is_over(self, position: int) -> bool:
@@ -331,6 +352,10 @@ def described(order: Order) -> str:
             return f"order {order.number}: {_short(peer)} is evicted{why}"
         case ReadmitPeer(peer_id=peer):
             return f"order {order.number}: {_short(peer)} may take part again"
+        case SetReducer(value=reducer):
+            return f"order {order.number}: the reducer is {reducer} from here on"
+        case SetCodec(value=codec):
+            return f"order {order.number}: the codec is {codec} from here on"
         case change:
             return f"order {order.number}: {change.kind} is {change.value:g} from here on"
 

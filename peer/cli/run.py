@@ -24,7 +24,15 @@ if TYPE_CHECKING:
 
 LOOK_EVERY_S = 0.5
 WAIT_S = 60.0  # an order is decided within a round, or in a paused run within seconds
-NAMES = ("inner_steps", "outer_lr", "outer_momentum", "inner_scale", "min_peers")
+NAMES = (
+    "inner_steps",
+    "outer_lr",
+    "outer_momentum",
+    "inner_scale",
+    "min_peers",
+    "codec",
+    "reducer",
+)
 
 
 class NoRunKey(ValueError):
@@ -62,14 +70,15 @@ def add_parser(subparsers: Subparsers) -> None:
         metavar="N",
         help="Last round of the run (default: the next one).",
     )
-    change = _add(actions, "set", f"Change numbers of the run: {', '.join(NAMES)}.")
+    change = _add(actions, "set", f"Change settings of the run: {', '.join(NAMES)}.")
     change.add_argument(
         "changes",
         nargs="+",
         metavar="NAME=VALUE",
         help="inner_steps: steps of a window. outer_lr, outer_momentum: of the outer step. "
         "inner_scale: factor of the planned inner learning rate. min_peers: at 1 a trainer "
-        "goes on alone.",
+        "goes on alone. codec: of contributions and means, such as int4. "
+        "reducer: rule by which contributions are reduced, such as median.",
     )
     evict = _add(actions, "evict", "Put a peer out of every round; it ends.")
     readmit = _add(actions, "readmit", "Let an evicted peer take part again.")
@@ -123,22 +132,33 @@ def changes_of(args: argparse.Namespace) -> list[Change]:
     from atoll.optim.log.orders import PauseRun, ResumeRun, StopRun
 
     if args.action == "set":
-        return [_number(each) for each in args.changes]
+        return [_setting(each) for each in args.changes]
     if args.action == "stop":
         return [StopRun(after_round=args.after_round)]
     return [PauseRun() if args.action == "pause" else ResumeRun()]
 
 
-def _number(text: str) -> Change:
+def _setting(text: str) -> Change:
     from pydantic import ValidationError
 
-    from atoll.optim.log.orders import NUMBERS
+    from atoll.optim.log.orders import NUMBERS, SetCodec, SetReducer
+    from atoll.optim.reduction.robust import REDUCERS
 
     name, given, value = text.partition("=")
-    if name not in NUMBERS:
-        close = difflib.get_close_matches(name, NUMBERS, n=1)
-        hint = f"; did you mean {close[0]}?" if close else f"; expected {', '.join(NUMBERS)}"
+    if name not in NAMES:
+        close = difflib.get_close_matches(name, NAMES, n=1)
+        hint = f"; did you mean {close[0]}?" if close else f"; expected {', '.join(NAMES)}"
         raise WrongOrder(f"unknown setting {name!r}{hint}")
+    if name == "codec":
+        try:
+            return SetCodec(value=value)
+        except ValidationError:
+            raise WrongOrder(f"expected codec=NAME, such as codec=int4, got {text}") from None
+    if name == "reducer":
+        try:
+            return SetReducer.model_validate({"value": value})
+        except ValidationError:
+            raise WrongOrder(f"expected reducer={'|'.join(REDUCERS)}, got {text}") from None
     try:
         number = float(value)
     except ValueError:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from atoll.compression.base import Codec
 from atoll.optim.log.entry import Entry
 from atoll.optim.log.replica import Applied
 from atoll.optim.methods.worker import Worker
@@ -255,6 +256,10 @@ class AuditedResidual:
     def encode_on(self, device: torch.device) -> None:
         """Encode on a device."""
         self._inner.encode_on(device)
+
+    def use_codec(self, codec: Codec) -> None:
+        """Encode in another codec."""
+        self._inner.use_codec(codec)
 
     def settle(
         self, offer: Offer, included: Tensor, *, weight: float, update_F: Update | None = None

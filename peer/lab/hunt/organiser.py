@@ -21,11 +21,13 @@ from atoll.optim.log.orders import (
     Change,
     Order,
     PauseRun,
+    SetCodec,
     SetInnerScale,
     SetInnerSteps,
     SetMinPeers,
     SetOuterMomentum,
     SetOuterRate,
+    SetReducer,
     SignedOrder,
     StopRun,
     sign_order,
@@ -168,5 +170,7 @@ def _drawn_number(fault: PlannedFault) -> Change:
         lambda: SetOuterMomentum(value=0.9 * fault.amount),
         lambda: SetInnerScale(value=0.5 + fault.amount),
         lambda: SetMinPeers(value=1 + fault.who % 2),
+        lambda: SetReducer(value=("mean", "median", "trimmed-mean")[fault.who % 3]),
+        lambda: SetCodec(value=("int8", "int4", "fp16", "fp32")[fault.who % 4]),
     )
     return numbers[fault.other % len(numbers)]()

@@ -489,7 +489,7 @@ class World:
         if any(settings.is_paused for settings in self._settings().values()):
             self.say("--- the run rests")
             await self._until(healed_s + RESTS_S)
-        while not self._has_all_orders() or self._undo_orders():
+        while not self.organiser.is_idle or self._undo_orders() or not self._has_all_orders():
             if self.now() - healed_s > RESTS_S + RESUMES_S:
                 self._say_events()
                 self.audit.fail("orders are decided", self._standing())
@@ -498,9 +498,10 @@ class World:
 
     def _undo_orders(self) -> bool:
         """Let the run go on with everybody; return whether that needs orders."""
-        settings = self._settings().get(self.coordinator.name, RunSettings())
-        if self._is_over():
+        up = self.coordinator.running
+        if up is None or self._is_over():
             return False
+        settings = up.coordinator.orders().settings  # once all that were given are decided
         for peer_id in settings.evicted:
             self.organiser.want(ReadmitPeer(peer_id=peer_id))
         if settings.is_paused or settings.last_round is not None:

@@ -31,6 +31,7 @@ from atoll.optim.log.orders import (
     ReadmitPeer,
     ResumeRun,
     RunSettings,
+    SetCodec,
     SetInnerScale,
     SetInnerSteps,
     SetOuterMomentum,
@@ -40,8 +41,9 @@ from atoll.optim.log.orders import (
     read_settings,
     sign_order,
 )
-from atoll.optim.log.replica import Replica, log_id
+from atoll.optim.log.replica import Replay, Replica, log_id, with_codec
 from atoll.optim.reducer import Course
+from atoll.optim.reduction.cells import UpdateError
 from support import kit
 from support.logs import RUN, open_replica, take
 
@@ -161,6 +163,43 @@ def test_settings_name_so_many_evicted_peers_and_fit_into_an_entry() -> None:
     assert len(settings.stored) < MAX_SETTINGS
     with pytest.raises(OrderInvalid, match="at most 64 evicted"):
         settings.after(order(2, EvictPeer(peer_id=Identity.ephemeral().peer_id)), 9)
+
+
+def test_a_codec_is_a_setting_and_not_a_number() -> None:
+    settings = after(SetCodec(value="int4"))
+    assert settings.course.codec == settings.codec == "int4"
+    assert settings.numbers == {}
+    assert read_settings(settings.stored) == settings
+    assert "codec" not in after(PauseRun()).model_dump()
+    assert described(order(1, SetCodec(value="int4"))) == "order 1: the codec is int4 from here on"
+
+
+def test_a_log_whose_codec_changes_replays_to_the_same_bits(reopen: Open, swarm: kit.Swarm) -> None:
+    replica = reopen()
+    replica.open_epoch(swarm.electors(), KEYS.sign)
+    go_on(replica, swarm)
+    longest = replica.replay.cells_at(1).max_body_bytes(1)
+    give(replica, swarm, SetCodec(value="int4"))
+    assert replica.replay.cells_at(2).max_body_bytes(1) < 0.6 * longest
+    with pytest.raises((MalformedRecord, UpdateError)):
+        go_on(replica, swarm)  # int8, as before
+    swarm.replay = Replay(with_codec(kit.REPLAY.method, "int4"), kit.LAYOUT)
+    go_on(replica, swarm)
+    give(replica, swarm, SetOuterRate(value=0.25))
+    go_on(replica, swarm, lr=0.25)
+    state, head = replica.state.root(), replica.head
+    replica.store.close()
+    again = reopen()
+    assert (again.state.root(), again.head) == (state, head)
+
+
+def test_an_entry_that_names_no_codec_is_malformed(reopen: Open, swarm: kit.Swarm) -> None:
+    replica = reopen()
+    replica.open_epoch(swarm.electors(), KEYS.sign)
+    stored = RunSettings(number=1, codec="gzip").stored
+    entry, _ = swarm.entry(RUN, replica.head, settings=stored)
+    with pytest.raises(MalformedRecord, match="expected one of the codecs"):
+        replica.replay.check(entry)
 
 
 @pytest.mark.parametrize("peer_id", ["", "laptop", "0" * 52, "1" * 200, "12D3KooW\n" + "1" * 44])

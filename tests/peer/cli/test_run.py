@@ -46,6 +46,10 @@ def test_an_order_waits_until_peers_decide_it(atoll, invite, key):
         (("set", "inner_steps=2.5"), "inner_steps: expected a valid integer, got 2.5"),
         (("set", "outer_momentum=1"), "outer_momentum: expected less than 1, got 1"),
         (("set", "outer_lr=nan"), "outer_lr: expected a finite number, got nan"),
+        (("set", "codec="), "expected codec=NAME, such as codec=int4, got codec="),
+        (("set", "reducer=mode"), "expected reducer=mean|trimmed-mean|median"),
+        (("set", "codec=gzip"), "expected one of the codecs"),
+        (("set", "codec=dct"), "dct and int8 cut a model into other chunks"),
         (("stop", "--after-round", "3"), "the run ends after round 3 in any case"),
     ],
 )
@@ -135,4 +139,4 @@ def test_help_has_examples(atoll):
 
 
 def test_the_help_names_all_numbers_that_can_be_set():
-    assert run_command.NAMES == tuple(NUMBERS)
+    assert run_command.NAMES == (*NUMBERS, "codec", "reducer")

@@ -13,8 +13,12 @@ from atoll.optim.log.orders import (
     ResumeRun,
     SetInnerSteps,
     SetOuterRate,
+    SetReducer,
     StopRun,
 )
+from atoll.optim.reduction.robust import median
+from atoll.peer.rounds.allreduce import sides
+from atoll.peer.rounds.allreduce.reduction import PartReducer
 from atoll.peer.rounds.consensus.round import leader_of
 from support.strikes import KINDS, Strike, expect_no_work_lost
 from support.swarm import SMALL, order_of, reached, run_swarm
@@ -213,6 +217,30 @@ def test_an_evicted_peer_is_in_no_round_until_it_is_readmitted(tmp_path):
         assert swarm.same_bits(peers)
         for peer in others:
             expect_no_work_lost(peer)
+
+    run(tmp_path, scenario)
+
+
+def test_owners_reduce_by_the_rule_of_an_order_from_its_position_on(tmp_path, monkeypatch):
+    rules = []
+
+    def noted(*arguments, rule, **named):
+        rules.append(rule)
+        return PartReducer(*arguments, rule=rule, **named)
+
+    monkeypatch.setattr(sides, "PartReducer", noted)
+
+    async def scenario(swarm):
+        peers = await swarm.start(3)
+        await swarm.until(lambda: reached(peers, 2))
+        assert set(rules) == {None}
+        give(peers, 1, SetReducer(value="median"))
+        await swarm.until(is_decided(peers, 1))
+        rules.clear()
+        position = peers[0].replica.position
+        await swarm.until(lambda: reached(peers, position + 2))
+        assert set(rules) == {median}
+        assert swarm.same_bits(peers)
 
     run(tmp_path, scenario)
 

@@ -12,7 +12,7 @@ import hashlib
 import hmac
 import secrets
 import struct
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Literal
@@ -45,6 +45,7 @@ class RefusalStatus(StrEnum):
     INVALID_ARGUMENT = "invalid_argument"
     NOT_FOUND = "not_found"
     RESOURCE_EXHAUSTED = "resource_exhausted"
+    ABORTED = "aborted"  # for ever: the organiser has evicted the caller
 
 
 class Refusal(Exception):
@@ -138,12 +139,14 @@ class AdmissionControl:
         verify: Verify,
         events: EventLog,
         on_joined: Callable[[str], None] = lambda peer_id: None,
+        ordered_out: Callable[[], Mapping[str, str] | None] = lambda: None,
         clock: Callable[[], float],
         steady: Callable[[], float],
     ) -> None:
         """`clock` returns seconds since 1970, `steady` those of a monotonic clock.
 
-        `on_joined` takes the PeerID of each peer that joins.
+        `on_joined` takes the PeerID of each peer that joins. `ordered_out` returns why orders have
+        put each PeerID out; None in a run without such orders.
         """
         self._has_keepers = has_keepers
         self._settings = settings
@@ -153,6 +156,7 @@ class AdmissionControl:
         self._verify = verify
         self._events = events
         self._on_joined = on_joined
+        self._ordered_out = ordered_out
         self._clock = clock
         self._steady = steady
         self._sessions = SessionTokens(keys.session_secret)
@@ -216,8 +220,7 @@ class AdmissionControl:
         """Raise Refusal unless this is a current session of the peer."""
         if not self._sessions.is_session(session, peer_id, self._clock()):
             raise Refusal(RefusalStatus.UNAUTHENTICATED, "no current session; join first")
-        with _refusing():
-            self._desk.expect_not_evicted(peer_id)
+        self._expect_not_evicted(peer_id)
 
     def limit_reports(self, peer_id: str) -> None:
         """Raise Refusal if an authenticated peer reports far too often."""
@@ -249,11 +252,13 @@ class AdmissionControl:
                 self._desk.watch(token, self._clock())
 
     def evicted(self) -> bytes:
-        """Return the signed list of the peers that are out; empty if there are none."""
+        """Return the signed list of the peers that are out; empty if there have been none."""
         now_s = self._clock()
         # An older eviction needs no word to the peers: the admission that it ended has expired.
-        peer_ids = self._desk.evicted(now_s - self._admission_s() - CLOCK_SLACK_S)
-        if not peer_ids:
+        listed = self._desk.evicted(now_s - self._admission_s() - CLOCK_SLACK_S)
+        ordered = self._ordered_out()
+        peer_ids = sorted({*listed, *(ordered or ())})
+        if not peer_ids and ordered is None:  # an empty list tells that a peer may come back
             return b""
         if not self._evictions or self._evictions[0] != peer_ids:
             record = sign_evictions(
@@ -275,16 +280,31 @@ class AdmissionControl:
         """Put a peer out; `refresh` reports it. Raises OSError and InvitesError."""
         self._desk.evict(peer_id, at_s=self._clock(), reason=reason)
 
+    def readmit(self, peer_id: str) -> None:
+        """Take a peer off the list of the organiser's commands. Raises OSError and InvitesError."""
+        self._desk.readmit(peer_id)
+
     def is_evicted(self, peer_id: str) -> bool:
         """Return True if the organiser put this peer out."""
-        try:
-            self._desk.expect_not_evicted(peer_id)
-        except InviteRefused:
-            return True
-        return False
+        return self._reason_out(peer_id) is not None
+
+    def _reason_out(self, peer_id: str) -> str | None:
+        """Return why the organiser put a peer out; None if it is not out."""
+        ordered = self._ordered_out() or {}
+        return ordered.get(peer_id, self._desk.reason_out(peer_id))
+
+    def _expect_not_evicted(self, peer_id: str) -> None:
+        reason = self._reason_out(peer_id)
+        if reason is not None:
+            why = f": {reason}" if reason else ""
+            raise Refusal(
+                RefusalStatus.ABORTED,
+                f"the organiser has evicted this peer{why}; ask the organiser to readmit it",
+            )
 
     def _expect_invited(self, request: JoinRequest) -> None:
         is_for_keepers = self._desk.is_for_keepers(request.token)
+        self._expect_not_evicted(request.peer_id)
         if is_for_keepers and not self._has_keepers:
             raise Refusal(
                 RefusalStatus.PERMISSION_DENIED,
@@ -294,7 +314,6 @@ class AdmissionControl:
         with _refusing():
             if self._settings.invite_only or is_for_keepers:
                 self._desk.join(request.token, request.peer_id, self._clock())
-            self._desk.expect_not_evicted(request.peer_id)
 
     def _expect_run(self, run_id: bytes) -> None:
         if run_id != self._run_id:

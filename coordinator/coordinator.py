@@ -42,7 +42,7 @@ from atoll.coordinator.run.status import (
 from atoll.dht.tasks import together
 from atoll.optim.log.entry import LogError, Verify
 from atoll.optim.log.evidence import Evidence
-from atoll.optim.log.orders import RunSettings, described
+from atoll.optim.log.orders import EvictPeer, ReadmitPeer, RunSettings, described
 
 PLACED_S = 120.0  # within which a peer that joined reports where it is: it may download first
 
@@ -127,6 +127,7 @@ class Coordinator:
             verify=verify,
             events=events,
             on_joined=self.presence.note_joined,
+            ordered_out=lambda: self._orders.evicted(self._settings()),
             clock=self.now_s,
             steady=lambda: self._steady(),
         )
@@ -320,8 +321,17 @@ class Coordinator:
                 RefusalStatus.RESOURCE_EXHAUSTED,
                 f"the coordinator cannot write to its disk: {error}; free space there",
             ) from None
-        if order is not None:
-            self.report("info", f"given: {described(order)}")
+        if order is None:
+            return
+        self.report("info", f"given: {described(order)}")
+        match order.change:
+            case EvictPeer(peer_id=peer):
+                self.presence.put_out(peer)
+            case ReadmitPeer(peer_id=peer):
+                try:
+                    self.admission.readmit(peer)
+                except (OSError, InvitesError) as error:
+                    self.report_disk(error)
 
     def orders(self) -> OrdersGiven:
         """Return how far the organiser's orders are."""
@@ -410,10 +420,12 @@ class Coordinator:
             history=history if listed is log else self._history(listed),
             gaps=[Gap(first=start + 1, last=stop) for start, stop in listed.gaps[-MAX_GAPS:]],
             events=self._events.newest(),
-            codec=self._codec,
+            codec=log.settings.codec or self._codec,
             method=self.spec.outer.method,
             inner_steps=log.window(now_s),
             settings=log.settings.numbers,
+            evicted=list(log.settings.evicted),
+            reducer=log.settings.reducer or "",
             orders_waiting=len(self._orders.lacking(min(s.number for s in self._settings()))),
             params=sum(each.params for each in self.logs.values()),
             modules=self._modules(trainers, now_s),

@@ -79,6 +79,7 @@ class Epochs:
         known_rounds: int = 0,
         may_begin: Callable[[], bool] = lambda: True,
         is_evicted: Callable[[str], bool] = lambda peer_id: False,
+        orders_wait: Callable[[], bool] = lambda: False,
         report: Callable[[Level, str], None],
     ) -> None:
         """Open epochs of a replica.
@@ -91,11 +92,13 @@ class Epochs:
             known_rounds: rounds that the history knows; fewer in the log are a loss.
             may_begin: returns whether the first epoch may open, as far as others decide it.
             is_evicted: returns whether the organiser put a PeerID out.
+            orders_wait: returns whether the log lacks orders.
             report: logs an event.
         """
         self._known_rounds = known_rounds
         self._may_begin = may_begin
         self._is_evicted = is_evicted
+        self._orders_wait = orders_wait
         self._replica = replica
         self._signer = signer
         self._min_peers = min_peers
@@ -219,9 +222,11 @@ class Epochs:
 
         It waits (docs/protocol.md, part 2, "Alone"), and no epoch helps it. The clock of a stall
         continues: with the next trainer, an epoch opens without another wait. One that has no state
-        yet counts too: it may need the epoch to get one.
+        yet counts too: it may need the epoch to get one. An order may be decided by it alone.
         """
-        return self._min_peers > 1 and sum(m.status.role == "trainer" for m in alive) == 1
+        least = self._replica.settings.min_peers or self._min_peers
+        is_alone = sum(m.status.role == "trainer" for m in alive) == 1
+        return least > 1 and is_alone and not self._orders_wait()
 
     async def open(
         self, alive: Sequence[KnownPeer], now_s: float, cause: Cause | None = None

@@ -142,17 +142,20 @@ class InviteDesk:
             self._folder, peer_id, at_s=at_s, reason=reason
         )
 
-    def expect_not_evicted(self, peer_id: str) -> None:
-        """Raise InviteRefused if the organiser put this peer out."""
+    def readmit(self, peer_id: str) -> None:
+        """Let a peer come back."""
+        if peer_id in self._evicted:
+            readmit(self._folder, peer_id)
+            self.refresh()
+
+    def reason_out(self, peer_id: str) -> str | None:
+        """Return why the organiser put a peer out, perhaps without a word; None if it is in."""
         eviction = self._evicted.get(peer_id)
-        if eviction is not None:
-            why = f": {eviction.reason}" if eviction.reason else ""
-            raise InviteRefused(f"the organiser has evicted this peer{why}")
+        return eviction.reason if eviction is not None else None
 
     def join(self, token: bytes, peer_id: str, now_s: float) -> None:
         """Take a use of the token's invite for a peer. Raises InviteRefused."""
         self.refresh()
-        self.expect_not_evicted(peer_id)
         invite = self._find(token)
         if invite.kind == "watcher":
             raise InviteRefused(
@@ -249,6 +252,12 @@ def evict(folder: Path, peer_id: str, *, at_s: float, reason: str = "") -> bool:
             return False
         book.evicted.append(Eviction(peer_id=peer_id, at_s=at_s, reason=reason[:200]))
         return True
+
+
+def readmit(folder: Path, peer_id: str) -> None:
+    """Let a peer come back that was put out."""
+    with _changing(folder) as book:
+        book.evicted[:] = [each for each in book.evicted if each.peer_id != peer_id]
 
 
 def read_book(folder: Path) -> InviteBook:

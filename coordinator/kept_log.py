@@ -99,6 +99,7 @@ class KeptLog:
             known_rounds=0 if accept_loss else history.last_round(),
             may_begin=around.may_begin,
             is_evicted=around.is_evicted,
+            orders_wait=lambda: bool(self.orders()),
             report=self._report,
         )
         self._epochs.is_by_heartbeats = not self._logged

@@ -18,26 +18,36 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+from atoll.compression.base import CodecError
 from atoll.coordinator.run.spec import RunSpec
+from atoll.coordinator.run.spec_problems import SpecError
 from atoll.optim.log.entry import LogError
 from atoll.optim.log.orders import (
+    MAX_EVICTED,
     MAX_PENDING,
     Change,
+    EvictPeer,
     Order,
     RunSettings,
+    SetCodec,
     SetInnerSteps,
     SetMinPeers,
     SetOuterMomentum,
     SetOuterRate,
+    SetReducer,
     SignedOrder,
     StopRun,
 )
+from atoll.optim.log.replica import Replay
 from atoll.optim.log.store import sync_folder
+from atoll.optim.methods.base import MethodError
+from atoll.optim.state.layout import Layout
 
 ORDERS_FILE = "orders.json"
+AS_BEGUN = RunSettings()
 KEPT = 256  # a log that goes back to an older epoch needs some again, 250 bytes each
 
 
@@ -49,12 +59,24 @@ class OrderRefused(Exception):
     """The order cannot be taken."""
 
 
-def misfit(spec: RunSpec, change: Change) -> str:
-    """Return why a change does not fit a run, with the remedy; empty if it does."""
+def misfit(spec: RunSpec, change: Change, settings: RunSettings = AS_BEGUN) -> str:
+    """Return why a change does not fit a run with such settings, with the remedy; empty if not."""
     method = spec.method()
     if not method.logged:
-        return f"the method {method.name} has no log that could decide orders"
+        remedy = "; `atoll evict` removes a peer" if isinstance(change, EvictPeer) else ""
+        return f"the method {method.name} has no log that could decide orders{remedy}"
     match change:
+        case SetCodec(value=codec):
+            return _codec_misfit(spec, codec)
+        case SetReducer(value=reducer):
+            return _change_misfit(spec, "round", "reducer", reducer)
+        case EvictPeer(peer_id=peer) if peer in settings.evicted:
+            return "the peer is evicted already; `atoll run readmit` lets it come back"
+        case EvictPeer() if len(settings.evicted) >= MAX_EVICTED:
+            return (
+                f"{MAX_EVICTED} peers are evicted by orders, and a log names no more; readmit one, "
+                "or use `atoll evict` on the coordinator's machine"
+            )
         case SetInnerSteps() if method.every_step:
             return f"{method.name} communicates at every step, so its windows have 1 step"
         case SetInnerSteps(value=steps) if method.hidden_steps(steps) > steps:
@@ -69,6 +91,45 @@ def misfit(spec: RunSpec, change: Change) -> str:
         case StopRun(after_round=last) if last and 0 < spec.run.rounds <= last:
             return f"the run ends after round {spec.run.rounds} in any case"
     return ""
+
+
+def _codec_misfit(spec: RunSpec, codec: str) -> str:
+    """Return why a run cannot go on in another codec; empty if it can."""
+    if reason := _change_misfit(spec, "compression", "codec", codec):
+        return reason
+    before, after = spec.method(), _changed_spec(spec, "compression", "codec", codec).method()
+    if before.reduction != "mean" or after.reduction != "mean":
+        return f"{before.name} with {after.codec.spec} reduces no mean; begin a run with it"
+    if not (before.codec.elementwise and after.codec.elementwise):
+        return f"{after.codec.spec} and {before.codec.spec} cut a model into other chunks; try int4"
+    if before.residual != after.residual:
+        return (
+            f"error feedback is {before.residual:g} with {before.codec.spec} and "
+            f"{after.residual:g} with {after.codec.spec}; choose a codec that keeps it"
+        )
+    try:
+        Replay(after, Layout(names=("w",), shapes=((8, 8),)))
+    except CodecError as error:
+        return str(error)
+    return ""
+
+
+def _change_misfit(spec: RunSpec, section: str, name: str, value: str) -> str:
+    """Return why a run whose rounds are reduced in one way cannot go on in another."""
+    try:
+        _changed_spec(spec, section, name, value).method()
+    except (SpecError, CodecError, MethodError) as error:
+        return str(error).splitlines()[-1].strip()
+    method = spec.method()
+    if getattr(method, "count", 1) > 1 or method.hidden_steps(spec.outer.inner_steps):
+        return f"rounds of {method.name} overlap, so its {name} cannot change; begin a run with it"
+    return ""
+
+
+def _changed_spec(spec: RunSpec, section: str, name: str, value: str) -> RunSpec:
+    plain = json.loads(spec.canonical())
+    plain[section][name] = value
+    return RunSpec.from_dict(plain)
 
 
 class OrderDesk:
@@ -138,7 +199,7 @@ class OrderDesk:
             return None  # asked once more, as the answer was lost
         if order.number != due:
             raise OrderRefused(f"expected order {due}, got order {order.number}; give it again")
-        if reason := misfit(self._spec, order.change):
+        if reason := misfit(self._spec, order.change, self.settings(logs, 0)):
             raise OrderRefused(reason)
         if len(self.lacking(min(each.number for each in logs))) >= MAX_PENDING:
             raise OrderRefused(
@@ -148,6 +209,15 @@ class OrderDesk:
         _write(self._path, [each for _, each in orders.values()])
         self._orders = orders
         return order
+
+    def evicted(self, logs: Sequence[RunSettings]) -> Mapping[str, str] | None:
+        """Return why each peer is out once all orders are decided; None in a run without orders."""
+        settings = self.settings(logs, 0)
+        if not settings.number:
+            return None
+        changes = (order.change for order, _ in self._orders.values())
+        reasons = {c.peer_id: c.reason for c in changes if isinstance(c, EvictPeer)}
+        return {peer: reasons.get(peer, "") for peer in settings.evicted}
 
     def lacking(self, number: int) -> list[bytes]:
         """Return the orders that a log lacks whose newest one has this number."""

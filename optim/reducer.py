@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from atoll.compression.base import Codec
 from atoll.optim.reduction.contribution import Offer
 from atoll.optim.state.layout import Difference, Fragment, Layout
 from atoll.optim.state.updates import Update
@@ -72,6 +73,9 @@ class Course:
 
     is_paused: bool = False
     """True if no update is decided now."""
+
+    codec: str | None = None
+    """The codec of contributions and means; None: the spec's."""
 
     def window(self, planned: int) -> int:
         """Return H, given that of the run's timetable."""
@@ -143,6 +147,10 @@ class Residual(Protocol):
 
     def encode_on(self, device: torch.device) -> None:
         """Encode on a device from now on; see `Feedback.encode_on`."""
+        ...
+
+    def use_codec(self, codec: Codec) -> None:
+        """Encode in another codec from now on; see `Feedback.use_codec`."""
         ...
 
     def settle(

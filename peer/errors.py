@@ -35,6 +35,10 @@ class SavedStateError(SetupError):
     """A saved state is damaged, or belongs to another run, peer or model."""
 
 
+class PeerEvicted(ValueError):
+    """The organiser has put this peer out of the run."""
+
+
 class WrongRole(ValueError):
     """The invite is for another role than the one that is asked for."""
 

@@ -68,8 +68,10 @@ async def hold(folder: Path) -> list[Entry]:
         )
         await until(invite.exists, coordinator)
         data = ("--data", folder / "text.txt")
+        two = folder / "two"
         for name in ("one", "two"):
-            await start(name, "peer", invite, *PEER, *data, "--state-dir", folder / name)
+            named = ("--name", name, "--state-dir", folder / name)
+            await start(name, "peer", invite, *PEER, *data, *named)
         await seen(lambda now: now.position >= 2)
 
         told = await order("set", "inner_steps=6", "outer_lr=0.25", "inner_scale=0.5")
@@ -84,6 +86,20 @@ async def hold(folder: Path) -> list[Entry]:
         assert (await status()).position == now.position
         await order("resume")
         await seen(lambda later: later.position >= now.position + 3)
+
+        now = await seen(lambda now: sum(peer.state == "training" for peer in now.peers) == 2)
+        out = next(peer for peer in now.peers if peer.name == "two")
+        await order("evict", out.peer_id, "--reason", "noise")
+        evicted = children.pop()
+        await until(lambda: not evicted.running, coordinator)
+        assert evicted.exit_code == 2
+        told = (folder / "two.log").read_text()
+        assert "the organiser has evicted this peer: noise; ask the organiser to readmit it" in told
+        assert (await status()).evicted == [out.peer_id]
+        await order("readmit", "two")
+        now = await status()
+        await start("two", "peer", invite, *PEER, *data, "--name", "two", "--state-dir", two)
+        await seen(lambda later: later.position >= now.position + 2)
 
         await order("stop")
         peers = children[1:]
@@ -105,9 +121,12 @@ def read_log(folder: Path) -> list[Entry]:
 def test_a_run_is_changed_paused_resumed_and_stopped(tmp_path: Path) -> None:
     log = asyncio.run(hold(tmp_path))
     orders = [entry.position for entry in log if entry.kind == "control"]
-    assert len(orders) == 6
-    first, _, last, paused, resumed, stopped = orders  # updates may come between the first three
+    assert len(orders) == 8
+    first, _, last, paused, resumed, evicted, readmitted, stopped = (
+        orders  # updates may come between the first three
+    )
     assert resumed == paused + 1 and stopped == len(log) - 1
+    assert all(len(entry.members) < 2 for entry in log[evicted:readmitted])
     before = [entry for entry in log[:first] if entry.kind == "update"]
     after = [entry for entry in log[last + 1 : paused] if entry.kind == "update"]
     assert {entry.lr for entry in after} == {0.25} != {entry.lr for entry in before}

@@ -116,6 +116,12 @@ def waited_for(reason: str) -> str:
 def orders_text(status: RunStatus) -> str:
     """Return what the organiser's orders have changed, and how many wait; empty without any."""
     changed = [f"{clean(name)} = {value:g}" for name, value in status.settings.items()]
+    if status.reducer:
+        changed.append(f"reducer = {clean(status.reducer)}")
+    if status.evicted:
+        names = {peer.peer_id: peer.name for peer in status.peers}
+        shown = [clean(names.get(peer) or short_id(peer)) for peer in status.evicted]
+        changed.append(f"evicted: {', '.join(shown)}")
     waiting = status.orders_waiting
     return ", ".join([*changed, *([f"{waiting} waiting for a decision"] if waiting else [])])
 

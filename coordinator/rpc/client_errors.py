@@ -7,6 +7,7 @@ Exceptions:
       WrongCertificate         another server answers at the invite's address
       CoordinatorRefused       the coordinator refused; `code` is the gRPC status
         NotWelcome             missing or wrong token, proof or session
+          Evicted              the organiser has put this peer out
         WrongRunOrVersion      it serves another run, or another protocol version
         Busy                   too many calls; a retry helps
         NotThere               it does not hold the requested entry or snapshot
@@ -43,6 +44,10 @@ class NotWelcome(CoordinatorRefused):
     """The token, the proof of identity or the session was rejected."""
 
 
+class Evicted(NotWelcome):
+    """The organiser has put this peer out of the run."""
+
+
 class WrongRunOrVersion(CoordinatorRefused):
     """The coordinator serves another run or another protocol version."""
 
@@ -66,6 +71,7 @@ class BadReply(CoordinatorError):
 _REFUSALS: dict[grpc.StatusCode, type[CoordinatorRefused]] = {
     grpc.StatusCode.UNAUTHENTICATED: NotWelcome,
     grpc.StatusCode.PERMISSION_DENIED: NotWelcome,
+    grpc.StatusCode.ABORTED: Evicted,
     grpc.StatusCode.FAILED_PRECONDITION: WrongRunOrVersion,
     grpc.StatusCode.NOT_FOUND: NotThere,
     grpc.StatusCode.INVALID_ARGUMENT: Invalid,

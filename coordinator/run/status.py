@@ -396,6 +396,10 @@ class RunStatus(StatusRecord):
     inner_steps: Count = 0
     settings: Annotated[dict[Name, Amount], Field(max_length=16)] = field(default_factory=dict)
     """The numbers that the organiser's orders have set, by name."""
+    evicted: Annotated[list[Name], Field(max_length=64)] = field(default_factory=list)
+    """PeerIDs that orders have put out."""
+    reducer: Name = ""
+    """The rule of reduction that an order has set."""
     orders_waiting: Count = 0
     """Orders that were given and are not decided yet."""
     params: Count = 0

@@ -31,6 +31,7 @@ from atoll.optim.log.entry import (
     Part,
     is_quorum,
 )
+from atoll.optim.log.orders import read_settings
 from atoll.optim.reduction.contribution import carried_norm
 
 Electors = Literal["members", "keepers"]
@@ -98,6 +99,7 @@ def succeed(
     members: Sequence[Member],
     parts: Sequence[Part],
     dropped: Collection[str] = (),
+    evicted: Collection[str] = (),
     electors: Electors = "members",
 ) -> Succession:
     """Return the electors, newcomers and norms after an entry.
@@ -110,8 +112,10 @@ def succeed(
         parts: the entry's.
         dropped: PeerIDs of electors that do not answer. If the others would be no quorum of the
             present electorate, no elector is dropped.
+        evicted: PeerIDs that orders up to the entry have put out.
         electors: who votes in this run; of keepers an entry neither adds nor drops any.
     """
+    now = without_evicted(now, evicted)
     if not members:
         return now
     now = replace(now, norms=_norms_after(now, fragment, members))
@@ -133,16 +137,30 @@ def succeed(
     return replace(now, electorate=electorate, newcomers=tuple(waiting[:MAX_NEWCOMERS]))
 
 
+def without_evicted(now: Succession, evicted: Collection[str]) -> Succession:
+    """Return a succession without peers that were put out.
+
+    If all electors were, they stay until an epoch names others: an electorate cannot be empty.
+    """
+    left = tuple(e for e in now.electorate if e.peer_id not in evicted)
+    waiting = tuple(n for n in now.newcomers if n.peer_id not in evicted)
+    return replace(now, electorate=left or now.electorate, newcomers=waiting)
+
+
 def check_succession(
     entry: Entry, now: Succession, electors: Electors = "members"
 ) -> list[Elector]:
     """Check an entry's electors and norms; return the present electors that it drops.
+
+    Those that orders up to the entry have put out are none of them, whether they answer or not.
 
     Raises:
         BadElectorate: the entry breaks a rule, whoever answers and whoever does not.
         MalformedRecord: its norms do not follow from those before it and its members'.
     """
     named = {e.peer_id for e in entry.electorate}
+    evicted = read_settings(entry.settings).evicted
+    now = without_evicted(now, evicted)
     dropped = [e for e in now.electorate if e.peer_id not in named]
     due = succeed(
         now,
@@ -151,6 +169,7 @@ def check_succession(
         members=entry.members,
         parts=entry.parts,
         dropped={e.peer_id for e in dropped},
+        evicted=evicted,
         electors=electors,
     )
     if (entry.electorate, entry.newcomers) != (due.electorate, due.newcomers):

@@ -58,7 +58,8 @@ MAX_MEMBERS = 4096  # as many as a group may have; 4,096 of them take 13 ms to p
 # record took 6 s to refuse: each unknown key is an error of its own.
 MAX_FIELDS = 32  # twice those of the longest record
 MAX_ITEMS = 1 << 16  # parts of an entry of 4 billion values, a part a cell
-MAX_ORDER = 1024  # bytes of a signed order, or of settings: they have some 200 at most
+MAX_ORDER = 1024  # bytes of a signed order: it has some 300 at most
+MAX_SETTINGS = 5120  # bytes: 64 PeerIDs of 54, and some 200
 
 Verify = Callable[[str, bytes, bytes], bool]
 """(peer_id, data, signature) -> whether that peer signed that data."""
@@ -85,7 +86,8 @@ Signature = Annotated[bytes, Field(min_length=1, max_length=1024)]
 Norm = Annotated[FiniteFloat, Field(ge=0)]
 EntryKind = Literal["update", "null", "control"]
 """An update (a manifest of part digests), NULL (given up), or an order of the organiser's."""
-LastFields = Annotated[bytes, Field(max_length=MAX_ORDER)]
+OrderField = Annotated[bytes, Field(max_length=MAX_ORDER)]
+SettingsField = Annotated[bytes, Field(max_length=MAX_SETTINGS)]
 """A record that is left out of the encoding as long as it is empty."""
 
 
@@ -301,9 +303,9 @@ class Entry(Record):
     norms: Annotated[tuple[Norm, ...], FailFast()] = ()
     """by fragment: the norm below which the next contributions are not clipped (`electorate.py`)"""
     state_root: StateRoot | None = None
-    order: LastFields = b""
+    order: OrderField = b""
     """the signed order that a control entry brings (`orders.py`)"""
-    settings: LastFields = b""
+    settings: SettingsField = b""
     """what all orders up to here have changed; empty before the first"""
 
     @model_serializer(mode="wrap")
@@ -502,7 +504,7 @@ class Epoch(Record):
     """of the entry before the base"""
     first_term: Annotated[Count, Field(lt=MAX_ELECTORS)] = 0
     """with which the base begins: those before it are led by electors whose terms failed there"""
-    settings: LastFields = b""
+    settings: SettingsField = b""
     """of the entry before the base"""
 
     @model_serializer(mode="wrap")

@@ -14,7 +14,9 @@ base, as both carry the norms: so a replica that begins at a snapshot needs no o
     pause       no update may follow until a resume
     resume      updates may follow, and no end is set
     stop        the run ends after a round, or with this entry
-    set         one of the numbers in `NUMBERS` is another one
+    set         one of the numbers in `NUMBERS`, the codec or the reducer is another one
+    evict       a peer is in no electorate and no round
+    readmit     it may be in both again
 
 A run of several logs has one row of orders; each log takes all of them, at positions of its own.
 
@@ -28,15 +30,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import lru_cache
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, FiniteFloat
+from pydantic import Field, FiniteFloat, SerializerFunctionWrapHandler, model_serializer
 
 from atoll.optim.log.entry import Count, Digest, Entry, LogError, Record, Signature, fp32
 from atoll.optim.reducer import Course
+from atoll.optim.reduction.robust import ReducerName
 
 MAX_PENDING = 16  # orders that wait to be decided; a position takes one
+MAX_EVICTED = 64  # peers that settings name, 54 bytes each in every entry
+MAX_REASON = 200  # characters
 MAX_INNER_STEPS = 1_000_000  # of a window: days at a second a step
+
+LATER_FIELDS = ("evicted", "codec", "reducer")  # of settings, left out while they are not set
 
 OpenOrder = Callable[[bytes], "Order"]
 """Returns the order in a signed one. Raises LogError: it is none of this run's."""
@@ -51,6 +58,8 @@ OuterRate = Annotated[FiniteFloat, Field(gt=0, le=100)]
 Momentum = Annotated[FiniteFloat, Field(ge=0, lt=1)]
 Scale = Annotated[FiniteFloat, Field(gt=0, le=100)]
 MinPeers = Annotated[int, Field(ge=1, le=4096)]
+CodecName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9(),.=_+:*/-]{1,64}$")]
+PeerId = Annotated[str, Field(pattern=r"^[1-9A-HJ-NP-Za-km-z]{46,59}$")]
 
 
 class PauseRun(Record):
@@ -108,8 +117,40 @@ class SetMinPeers(Record):
     value: MinPeers
 
 
+class SetCodec(Record):
+    """Let contributions and means be encoded in this codec."""
+
+    kind: Literal["codec"] = "codec"
+    value: CodecName
+
+
+class SetReducer(Record):
+    """Let owners reduce chunks by this rule."""
+
+    kind: Literal["reducer"] = "reducer"
+    value: ReducerName
+
+
+class EvictPeer(Record):
+    """Put a peer out of every electorate and round."""
+
+    kind: Literal["evict"] = "evict"
+    peer_id: PeerId
+    reason: Annotated[str, Field(max_length=MAX_REASON)] = ""
+
+
+class ReadmitPeer(Record):
+    """Let an evicted peer take part again."""
+
+    kind: Literal["readmit"] = "readmit"
+    peer_id: PeerId
+
+
 SetNumber = SetInnerSteps | SetOuterRate | SetOuterMomentum | SetInnerScale | SetMinPeers
-Change = Annotated[PauseRun | ResumeRun | StopRun | SetNumber, Field(discriminator="kind")]
+Change = Annotated[
+    PauseRun | ResumeRun | StopRun | SetNumber | SetCodec | SetReducer | EvictPeer | ReadmitPeer,
+    Field(discriminator="kind"),
+]
 
 NUMBERS: dict[str, type[SetNumber]] = {
     kind.model_fields["kind"].default: kind
@@ -156,7 +197,7 @@ def sign_order(order: Order, sign: Callable[[bytes], bytes]) -> bytes:
 
 
 class RunSettings(Record):
-    """The numbers that orders up to a position have changed; None stands for the spec's."""
+    """What orders up to a position have changed; None stands for the spec's number."""
 
     number: Count = 0
     """of the newest order"""
@@ -167,6 +208,15 @@ class RunSettings(Record):
     outer_momentum: FiniteFloat | None = None
     inner_scale: FiniteFloat | None = None
     min_peers: MinPeers | None = None
+    evicted: Annotated[tuple[PeerId, ...], Field(max_length=MAX_EVICTED)] = ()
+    """PeerIDs, sorted"""
+    codec: CodecName | None = None
+    reducer: ReducerName | None = None
+
+    @model_serializer(mode="wrap")
+    def _dump(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Leave out what came later and is not set: settings of before keep their bytes."""
+        return {k: v for k, v in handler(self).items() if v or k not in LATER_FIELDS}
 
     @property
     def stored(self) -> bytes:
@@ -187,6 +237,7 @@ class RunSettings(Record):
             inner_scale=1.0 if self.inner_scale is None else self.inner_scale,
             last_round=self.last_round,
             is_paused=self.is_paused,
+            codec=self.codec,
         )
 
     def is_over(self, position: int) -> bool:
@@ -205,8 +256,29 @@ class RunSettings(Record):
         """
         if order.number != self.number + 1:
             raise OrderInvalid(f"expected order {self.number + 1}, got order {order.number}")
-        changed = {"number": order.number, **_changed(order.change, position)}
+        changed = {"number": order.number, **self._changed(order.change, position)}
         return self.model_copy(update=changed)
+
+    def _changed(self, change: Change, position: int) -> Mapping[str, Any]:
+        match change:
+            case PauseRun():
+                return {"is_paused": True}
+            case ResumeRun():
+                return {"is_paused": False, "last_round": None}
+            case StopRun():
+                here = position + 1
+                last = here if change.after_round is None else max(here, change.after_round)
+                # A run that stops with this entry has nothing left to wait for.
+                return {"last_round": last} | ({"is_paused": False} if last == here else {})
+            case EvictPeer(peer_id=peer):
+                evicted = {*self.evicted, peer}
+                if len(evicted) > MAX_EVICTED:
+                    raise OrderInvalid(f"expected at most {MAX_EVICTED} evicted peers")
+                return {"evicted": tuple(sorted(evicted))}
+            case ReadmitPeer(peer_id=peer):
+                return {"evicted": tuple(each for each in self.evicted if each != peer)}
+            case _:
+                return {change.kind: change.value}
 
     def scalars(self, lr: float, momentum: float) -> tuple[float, float]:
         """Return learning rate and momentum of the outer step, given the spec's, as fp32 values."""
@@ -214,21 +286,6 @@ class RunSettings(Record):
             fp32(lr if self.outer_lr is None else self.outer_lr),
             fp32(momentum if self.outer_momentum is None else self.outer_momentum),
         )
-
-
-def _changed(change: Change, position: int) -> Mapping[str, bool | int | float | None]:
-    match change:
-        case PauseRun():
-            return {"is_paused": True}
-        case ResumeRun():
-            return {"is_paused": False, "last_round": None}
-        case StopRun():
-            here = position + 1
-            last = here if change.after_round is None else max(here, change.after_round)
-            # A run that stops with this entry has nothing left to wait for.
-            return {"last_round": last} | ({"is_paused": False} if last == here else {})
-        case _:
-            return {change.kind: change.value}
 
 
 @lru_cache(maxsize=64)
@@ -262,6 +319,8 @@ def settings_after(entry: Entry, before: bytes, open_order: OpenOrder) -> bytes:
         return settings.after(open_order(entry.order), entry.position).stored
     if settings.is_paused:
         raise OrderInvalid(f"entry {entry.position}: expected an order, as the run is paused")
+    if out := settings.evicted and {m.peer_id for m in entry.members} & {*settings.evicted}:
+        raise OrderInvalid(f"entry {entry.position}: {min(out)} is a member, but was evicted")
     return before
 
 
@@ -288,8 +347,21 @@ def described(order: Order) -> str:
             return f"order {order.number}: the run ends here"
         case StopRun(after_round=last):
             return f"order {order.number}: the run ends after round {last}"
+        case EvictPeer(peer_id=peer, reason=reason):
+            why = f": {reason}" if reason else ""
+            return f"order {order.number}: {_short(peer)} is evicted{why}"
+        case ReadmitPeer(peer_id=peer):
+            return f"order {order.number}: {_short(peer)} may take part again"
+        case SetReducer(value=reducer):
+            return f"order {order.number}: the reducer is {reducer} from here on"
+        case SetCodec(value=codec):
+            return f"order {order.number}: the codec is {codec} from here on"
         case change:
             return f"order {order.number}: {change.kind} is {change.value:g} from here on"
+
+
+def _short(peer_id: str) -> str:
+    return peer_id[-8:]
 
 
 class OrderBook:

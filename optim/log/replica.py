@@ -55,6 +55,8 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
+from atoll.compression.base import CodecError
+from atoll.compression.registry import parse
 from atoll.compression.sparse import Sparse
 from atoll.optim.log.electorate import Succession, after, at_base, remembered
 from atoll.optim.log.entry import (
@@ -111,6 +113,8 @@ from atoll.optim.state.layout import Fragment, Layout
 from atoll.optim.state.outer_state import OuterState
 from atoll.optim.state.updates import Update, dense
 
+MAX_CODECS = 8  # of which cells are kept
+
 
 class Replay:
     """The rules of one log."""
@@ -127,7 +131,10 @@ class Replay:
         self.method = method
         self.layout = layout
         self.fragments: tuple[Fragment, ...] = method.fragments(layout)
-        self._cells = tuple(cells_of(method, fragment) for fragment in self.fragments)
+        self.codec_in_force: Callable[[], str | None] = lambda: None
+        """returns the codec that orders up to the head have set; None for the method's own"""
+        self._cells: dict[str | None, tuple[Cells, ...]] = {}
+        self.cells_in(None)
 
     @property
     def memory_numel(self) -> int:
@@ -149,14 +156,40 @@ class Replay:
         return (position + 1) % len(self.fragments)
 
     def cells_at(self, position: int) -> Cells:
-        """Return the cells of the fragment that a position moves."""
-        return self._cells[self.fragment_at(position)]
+        """Return the cells of the fragment that a position moves, by the orders up to the head."""
+        return self.cells_in(self.codec_in_force())[self.fragment_at(position)]
+
+    def cells_for(self, entry: Entry) -> Cells:
+        """Return the cells of an entry's fragment, by the orders before it.
+
+        Raises:
+            MalformedRecord: it names a codec that is none.
+        """
+        try:
+            return self.cells_in(read_settings(entry.settings).codec)[
+                self.fragment_at(entry.position)
+            ]
+        except CodecError as error:
+            raise MalformedRecord(f"entry {entry.position}: {error}") from None
+
+    def cells_in(self, codec: str | None) -> tuple[Cells, ...]:
+        """Return the cells of all fragments in a codec; None for the method's own.
+
+        Raises:
+            CodecError: there is none, or it is of no use in a round.
+        """
+        if codec not in self._cells:
+            if len(self._cells) > MAX_CODECS:
+                self._cells = {None: self._cells[None]}
+            method = with_codec(self.method, codec)
+            self._cells[codec] = tuple(cells_of(method, each) for each in self.fragments)
+        return self._cells[codec]
 
     def max_body_bytes(self, entry: Entry) -> int:
         """Return the bytes of the longest body that an entry can have."""
         if entry.kind != "update":
             return 0
-        return self.cells_at(entry.position).max_body_bytes(len(entry.members))
+        return self.cells_for(entry).max_body_bytes(len(entry.members))
 
     def check(self, entry: Entry) -> None:
         """Check what follows from the method and the layout alone.
@@ -164,7 +197,7 @@ class Replay:
         Raises:
             MalformedRecord: another fragment than is due, other cells, or parts that are too long.
         """
-        due, cells = self.fragment_at(entry.position), self.cells_at(entry.position)
+        due, cells = self.fragment_at(entry.position), self.cells_for(entry)
         if entry.fragment != due:
             raise MalformedRecord(
                 f"entry {entry.position}: expected fragment {due}, got {entry.fragment}"
@@ -194,7 +227,7 @@ class Replay:
             UpdateError: it does not decode to finite numbers.
         """
         split_body(entry, memoryview(body))
-        return self.cells_at(entry.position).decode_body(body, len(entry.members), allocate)
+        return self.cells_for(entry).decode_body(body, len(entry.members), allocate)
 
     def next_state(
         self, state: OuterState, entry: Entry, body: Bytes, update_F: Update | None = None
@@ -225,7 +258,7 @@ class Replay:
             new = self.method.apply_sparse(state, update_F, fragment=fragment, **scalars)
         else:
             new = self.method.apply(state, update_F, fragment=fragment, **scalars)
-        cells = self._cells[entry.fragment]
+        cells = self.cells_for(entry)
         if isinstance(cells, LowRankCells):
             # The state holds Q, the body's second factors: the next update starts warm from them.
             cells.keep_warm(state, new, body)
@@ -237,7 +270,7 @@ class Replay:
     def _next_by_pieces(self, state: OuterState, entry: Entry, body: Bytes) -> OuterState:
         """Apply an update while it is decoded, some cells at a time, in place of the state."""
         split_body(entry, memoryview(body))
-        cells, fragment = self._cells[entry.fragment], self.fragments[entry.fragment]
+        cells, fragment = self.cells_for(entry), self.fragments[entry.fragment]
         new = state
         for first, stop, update in cells.decode_by_runs(body, len(entry.members)):
             new = self.method.apply(
@@ -252,6 +285,15 @@ class Replay:
     def residual(self, fragment: int) -> Feedback:
         """Return a peer's error feedback of one fragment, empty."""
         return residual_of(self.method, self.fragments[fragment])
+
+
+def with_codec(method: Method, codec: str | None) -> Method:
+    """Return a method with another codec; with None itself.
+
+    Raises:
+        CodecError: there is no such codec.
+    """
+    return method if codec is None else replace(method, codec=parse(codec))
 
 
 def cells_of(method: Method, fragment: Fragment) -> Cells:
@@ -582,6 +624,8 @@ class Replica(ReplicaView):
         self._clock = clock
         self._roots: dict[int, bytes] = {}
         self._snapshot_due_s = 0.0
+        if module.method.logged:
+            module.replay.codec_in_force = lambda: self.settings.codec
         self._leased: tuple[int, float] | None = None
         """the snapshot that somebody fetches, and until when it stays"""
         self.due: Due | None = None
@@ -722,8 +766,8 @@ class Replica(ReplicaView):
             chain=at.head.chain,
         )
         check_certificate(entry, certificate, at.electorate, self._verify, self.trust)
-        self.replay.check(entry)
         check_settings(entry, at.settings, self.open_order)
+        self.replay.check(entry)
         return Claim(entry=entry, certificate=certificate)
 
     def verify(self, records: Sequence[tuple[bytes, bytes]], here: LogPlace | None) -> list[Claim]:

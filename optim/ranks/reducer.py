@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from atoll.optim import methods
-from atoll.optim.log.replica import residual_of
+from atoll.optim.log.replica import residual_of, with_codec
 from atoll.optim.methods import Method, MethodError
 from atoll.optim.ranks import residuals
 from atoll.optim.ranks.placing import RankPlaces
@@ -137,6 +137,8 @@ class RankReducer(Reducer):
         """True if `start` wants the model's parameters from this rank."""
         self.course = AS_PLANNED
         """The course of training at this position."""
+        self._codec: str | None = None
+        """The codec that an order has set and that is in use here."""
         self.finished = False
         """True once the run is complete: what is trained from here on reaches nobody."""
         self._position = 0
@@ -348,7 +350,15 @@ class RankReducer(Reducer):
             assert self._settle is not None, "a reducer settles only after start"
             self._settle(Commit(params_N=params_R, included=included, course=self.course, **each))
         self._position, self.finished = told.fields["position"], told.fields["finished"]
-        self.course = Course(**told.fields["course"])
+        self._follow(Course(**told.fields["course"]))
+
+    def _follow(self, course: Course) -> None:
+        """Take over the course of training at this position."""
+        if course.codec != self._codec:
+            self._codec, chosen = course.codec, with_codec(self.method, course.codec).codec
+            for feedback in self._feedback:
+                feedback.use_codec(chosen)
+        self.course = course
 
     def _own_params(self, commit: Mapping[str, Any], values: Tensor) -> Tensor:
         """Return own values of all fragments, given those that a commit moved."""

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from atoll.compression.base import Codec
 from atoll.compression.sparse import Sparse
 from atoll.optim.ranks.placing import RankPlaces
 from atoll.optim.reducer import Residual
@@ -65,6 +66,9 @@ class RemoteResidual:
 
     def encode_on(self, device: torch.device) -> None:
         raise AssertionError("each rank chooses its own device")
+
+    def use_codec(self, codec: Codec) -> None:
+        """Do nothing: each rank hears of it with the course of training."""
 
     def settle(
         self, offer: Offer, included: Tensor, *, weight: float, update_F: Update | None = None

@@ -358,6 +358,16 @@ class Feedback:
         if not self.against_update:
             self._use(device)
 
+    def use_codec(self, codec: Codec) -> None:
+        """Encode in another codec from now on, with the same share of losses that comes back.
+
+        The residual stays: it is what earlier frames lost, in values, whatever encoded them. What
+        is on offer can't be settled any more.
+        """
+        self.codec = codec
+        self._offered = False
+        self._use(self._device)
+
     def _use(self, device: torch.device) -> None:
         self._device = device
         at_once = AT_ONCE if device.type == "cpu" else AT_ONCE_ON_DEVICE

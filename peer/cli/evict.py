@@ -6,6 +6,7 @@ import argparse
 import re
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 from atoll.peer.cli import Subparsers, new_parser
@@ -63,9 +64,14 @@ def find_peer(folder: Path, named: str) -> str:
     peers = history.peers() if history is not None else []
     if history is not None:
         history.close()
-    whole = [p.peer_id for p in peers if p.peer_id == named]
-    found = whole or sorted({p.peer_id for p in peers if p.peer_id.endswith(named)})
-    found = found or sorted({p.peer_id for p in peers if p.name == named})
+    return the_peer({p.peer_id: p.name for p in peers}, named)
+
+
+def the_peer(names: Mapping[str, str], named: str) -> str:
+    """Return the PeerID that a person means, given the names of peers. Raises UnknownPeer."""
+    found = [peer for peer in names if peer == named]
+    found = found or sorted(peer for peer in names if peer.endswith(named))
+    found = found or sorted(peer for peer, name in names.items() if name == named)
     if len(found) == 1:
         return found[0]
     if found:

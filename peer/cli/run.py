@@ -1,4 +1,4 @@
-"""`atoll run`: pause, resume, stop or change a run that goes on, by signed orders."""
+"""`atoll run`: pause, resume, stop or change a run, or evict a peer, by signed orders."""
 
 from __future__ import annotations
 
@@ -12,17 +12,27 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from atoll.peer.cli import Subparsers, new_parser, print_json
+from atoll.peer.cli.evict import the_peer
 from atoll.peer.cli.watching import add_invite, read_invite
 
 if TYPE_CHECKING:
     from atoll.coordinator.rpc.orders import OrderClient
     from atoll.coordinator.run.invite import Invite
     from atoll.coordinator.run.keys import RunKeys
+    from atoll.coordinator.run.status import RunStatus
     from atoll.optim.log.orders import Change, Order
 
 LOOK_EVERY_S = 0.5
 WAIT_S = 60.0  # an order is decided within a round, or in a paused run within seconds
-NAMES = ("inner_steps", "outer_lr", "outer_momentum", "inner_scale", "min_peers")
+NAMES = (
+    "inner_steps",
+    "outer_lr",
+    "outer_momentum",
+    "inner_scale",
+    "min_peers",
+    "codec",
+    "reducer",
+)
 
 
 class NoRunKey(ValueError):
@@ -46,7 +56,9 @@ def add_parser(subparsers: Subparsers) -> None:
         "atoll run resume INVITE\n"
         "atoll run stop INVITE --after-round 500\n"
         "atoll run set INVITE inner_steps=200 outer_lr=0.5\n"
-        "atoll run set INVITE inner_scale=0.5 --key backup/keys.json --json",
+        "atoll run set INVITE inner_scale=0.5 --key backup/keys.json --json\n"
+        'atoll run evict INVITE laptop-3 --reason "sends noise"\n'
+        "atoll run readmit INVITE laptop-3",
     )
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
     _add(actions, "pause", "Decide no more rounds; peers keep their work and wait.")
@@ -58,14 +70,22 @@ def add_parser(subparsers: Subparsers) -> None:
         metavar="N",
         help="Last round of the run (default: the next one).",
     )
-    change = _add(actions, "set", f"Change numbers of the run: {', '.join(NAMES)}.")
+    change = _add(actions, "set", f"Change settings of the run: {', '.join(NAMES)}.")
     change.add_argument(
         "changes",
         nargs="+",
         metavar="NAME=VALUE",
         help="inner_steps: steps of a window. outer_lr, outer_momentum: of the outer step. "
         "inner_scale: factor of the planned inner learning rate. min_peers: at 1 a trainer "
-        "goes on alone.",
+        "goes on alone. codec: of contributions and means, such as int4. "
+        "reducer: rule by which contributions are reduced, such as median.",
+    )
+    evict = _add(actions, "evict", "Put a peer out of every round; it ends.")
+    readmit = _add(actions, "readmit", "Let an evicted peer take part again.")
+    for action in (evict, readmit):
+        action.add_argument("peer", metavar="PEER", help="PeerID, its last letters, or its name.")
+    evict.add_argument(
+        "--reason", default="", metavar="TEXT", help="Reason for the peer and the log (optional)."
     )
 
 
@@ -100,7 +120,11 @@ def run(args: argparse.Namespace) -> int:
     """Give the orders, and wait until they are decided."""
     invite = read_invite(args.invite)
     keys = find_keys(invite, args.key)
-    return asyncio.run(_give(invite, keys, changes_of(args), args.wait, as_json=args.json))
+    if args.action in ("evict", "readmit"):
+        work = _give_about(invite, keys, args)
+    else:
+        work = _give(invite, keys, changes_of(args), args.wait, as_json=args.json)
+    return asyncio.run(work)
 
 
 def changes_of(args: argparse.Namespace) -> list[Change]:
@@ -108,22 +132,33 @@ def changes_of(args: argparse.Namespace) -> list[Change]:
     from atoll.optim.log.orders import PauseRun, ResumeRun, StopRun
 
     if args.action == "set":
-        return [_number(each) for each in args.changes]
+        return [_setting(each) for each in args.changes]
     if args.action == "stop":
         return [StopRun(after_round=args.after_round)]
     return [PauseRun() if args.action == "pause" else ResumeRun()]
 
 
-def _number(text: str) -> Change:
+def _setting(text: str) -> Change:
     from pydantic import ValidationError
 
-    from atoll.optim.log.orders import NUMBERS
+    from atoll.optim.log.orders import NUMBERS, SetCodec, SetReducer
+    from atoll.optim.reduction.robust import REDUCERS
 
     name, given, value = text.partition("=")
-    if name not in NUMBERS:
-        close = difflib.get_close_matches(name, NUMBERS, n=1)
-        hint = f"; did you mean {close[0]}?" if close else f"; expected {', '.join(NUMBERS)}"
+    if name not in NAMES:
+        close = difflib.get_close_matches(name, NAMES, n=1)
+        hint = f"; did you mean {close[0]}?" if close else f"; expected {', '.join(NAMES)}"
         raise WrongOrder(f"unknown setting {name!r}{hint}")
+    if name == "codec":
+        try:
+            return SetCodec(value=value)
+        except ValidationError:
+            raise WrongOrder(f"expected codec=NAME, such as codec=int4, got {text}") from None
+    if name == "reducer":
+        try:
+            return SetReducer.model_validate({"value": value})
+        except ValidationError:
+            raise WrongOrder(f"expected reducer={'|'.join(REDUCERS)}, got {text}") from None
     try:
         number = float(value)
     except ValueError:
@@ -160,6 +195,52 @@ def find_keys(invite: Invite, given: Path | None) -> RunKeys:
     )
 
 
+async def _give_about(invite: Invite, keys: RunKeys, args: argparse.Namespace) -> int:
+    """Give an order about a peer, and warn if too few are left."""
+    from atoll.coordinator.rpc.channel import StatusClient
+    from atoll.optim.log.orders import MAX_REASON, EvictPeer, ReadmitPeer
+
+    client = StatusClient(invite)
+    try:
+        status = await client.status()
+    finally:
+        await client.close()
+    peer_id = find_peer(status, args.peer)
+    if args.action == "readmit":
+        return await _give(
+            invite, keys, [ReadmitPeer(peer_id=peer_id)], args.wait, as_json=args.json
+        )
+    if len(args.reason) > MAX_REASON:
+        raise WrongOrder(f"--reason: expected at most {MAX_REASON} characters")
+    if warning := shortage(status, peer_id):
+        print(f"warning: {warning}", file=sys.stderr)
+    change = EvictPeer(peer_id=peer_id, reason=args.reason)
+    return await _give(invite, keys, [change], args.wait, as_json=args.json)
+
+
+def find_peer(status: RunStatus, named: str) -> str:
+    """Return the PeerID of a peer that the run knows. Raises UnknownPeer."""
+    known = {peer.peer_id: peer.name for peer in status.peers}
+    return the_peer({**dict.fromkeys(status.evicted, ""), **known}, named)
+
+
+def shortage(status: RunStatus, peer_id: str) -> str:
+    """Return what an eviction leaves too few of, with the remedy; empty if enough are left."""
+    from atoll.coordinator.report.view import is_gone
+
+    left = [p for p in status.peers if p.peer_id != peer_id and not is_gone(p)]
+    trainers = sum(peer.role == "trainer" for peer in left)
+    keepers = sum(peer.role == "keeper" for peer in left)
+    if trainers < status.min_peers:
+        return (
+            f"{trainers} of {status.min_peers} trainers are left, so the run waits; invite others, "
+            "or set min_peers"
+        )
+    if keepers < status.min_keepers:
+        return f"{keepers} of {status.min_keepers} keepers are left; invite others"
+    return ""
+
+
 async def _give(
     invite: Invite, keys: RunKeys, changes: Sequence[Change], wait_s: float, *, as_json: bool
 ) -> int:
@@ -171,7 +252,7 @@ async def _give(
     try:
         standing = await client.ask()
         for change in changes:  # all of them, before the first is given
-            if reason := misfit(standing.spec, change):
+            if reason := misfit(standing.spec, change, standing.settings):
                 raise WrongOrder(reason)
         orders = []
         for number, change in enumerate(changes, standing.next_number):

@@ -97,7 +97,14 @@ class GossipRun:
             uplink_mbit_s=env.options.rates.uplink_mbit_s,
         )
         self.reporter = Reporter(env, self, progress, self._rounds_view)
-        self.heartbeats = Heartbeats(env, self.reporter, self, in_touch=joined is not None)
+        self._evicted: Exception | None = None
+        self.heartbeats = Heartbeats(
+            env,
+            self.reporter,
+            self,
+            in_touch=joined is not None,
+            on_evicted=self._note_evicted,
+        )
         self._kept_round = joined.head.position if joined is not None else 0
         """Round of the model that the coordinator has."""
         if has_begun:
@@ -155,8 +162,13 @@ class GossipRun:
         """Return the peers in the run, as far as they were seen."""
         return await self.ctx.roster_peers()
 
+    def _note_evicted(self, error: Exception) -> None:
+        self._evicted = error
+
     def expect_working(self) -> None:
-        """Return: a run by gossip has no log that could fail, and no keepers."""
+        """Raise the failure after which this peer takes part in nothing, if there is one."""
+        if self._evicted is not None:
+            raise self._evicted
 
     async def publish(self) -> None:
         """Put this peer's record into the roster."""

@@ -57,7 +57,7 @@ from atoll.peer.daemon.loop_thread import LoopThread
 from atoll.peer.daemon.peer import Environment, Peer
 from atoll.peer.daemon.reducer import Decisions, NetworkReducer, Reset, TrainerProgress
 from atoll.peer.daemon.reporting import Heartbeats, Reporter, RoundsView
-from atoll.peer.errors import SetupError
+from atoll.peer.errors import PeerEvicted, SetupError
 from atoll.peer.recovery.recovery import Recovery
 from atoll.peer.recovery.sources import CoordinatorSource, RosterSources
 from atoll.peer.rounds.conduct import Conduct
@@ -71,6 +71,8 @@ SETTLE_PAUSE_S = 1.0  # between two tries to find a first state
 
 LASTS_S = 15.0  # a run that begins, or an epoch, has given everybody what is missing by then
 AGAIN_S = 60.0  # between two warnings of one wait
+
+EVICTED = "the organiser has evicted this peer by an order; ask the organiser to readmit it"
 
 _log = logging.getLogger(__name__)
 
@@ -123,7 +125,10 @@ class LogRun:
             compute=env.compute,
             on_event=env.report,
             ready_in_s=(lambda: None) if env.is_keeper else self.progress.ready_in_s,
-            conduct=Conduct(is_evicted=env.client.is_evicted),
+            conduct=Conduct(
+                is_evicted=env.client.is_evicted,
+                evicted_in_log=self._evicted_others,
+            ),
             rule=rule_of(spec.round.reducer),
             on_evidence=env.outbox.evidence.append,
         )
@@ -158,7 +163,11 @@ class LogRun:
             self.publisher.note_head(joined.head)
         self.reporter = Reporter(env, self.replica, self.progress, self._rounds_view)
         self.heartbeats = Heartbeats(
-            env, self.reporter, self.publisher, in_touch=joined is not None
+            env,
+            self.reporter,
+            self.publisher,
+            in_touch=joined is not None,
+            on_evicted=self._decisions.fail,
         )
         self._quorum = QuorumWatch()
         self._serves = False
@@ -172,6 +181,10 @@ class LogRun:
         run._serves = True
         run.rounds.serve()
         return run
+
+    def _evicted_others(self) -> Collection[str]:
+        """Return whom orders have put out, as this peer judges others."""
+        return [peer for peer in self.replica.settings.evicted if peer != self._env.me.peer_id]
 
     @property
     def epoch(self) -> int:
@@ -205,7 +218,14 @@ class LogRun:
         return await self.ctx.roster_peers()
 
     def expect_working(self) -> None:
-        """Raise the failure after which this peer takes part in nothing, if there is one."""
+        """Raise the failure after which this peer takes part in nothing, if there is one.
+
+        The coordinator knows orders that no log holds yet. So an evicted peer that it admits again
+        stays, although the log names it: perhaps nobody else could decide that it is readmitted.
+        """
+        is_evicted = self._env.me.peer_id in self.replica.settings.evicted
+        if is_evicted and not self.heartbeats.in_touch:
+            raise PeerEvicted(EVICTED)
         self._decisions.expect_none_failed()
 
     async def publish(self) -> None:

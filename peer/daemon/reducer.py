@@ -35,6 +35,7 @@ from atoll.coordinator.run.spec import RunSpec
 from atoll.optim.log.electorate import after
 from atoll.optim.log.entry import Entry
 from atoll.optim.log.orders import read_settings
+from atoll.optim.log.replica import with_codec
 from atoll.optim.methods import Method
 from atoll.optim.reducer import (
     AS_PLANNED,
@@ -420,6 +421,8 @@ class NetworkReducer(RunReducer):
         self._encoder = background_threads(1, "atoll-encode")
         """One thread, which reads and changes the residuals in the order in which it is asked."""
         self._settling: deque[Future[None]] = deque()
+        self._codec: str | None = None
+        """The codec that an order has set and that is in use here."""
         self._joining: set[int] = set()
         """Fragments of which this peer's next contribution does not count yet."""
         self._hides = self.method.hidden_steps(self.spec.outer.inner_steps) > 0
@@ -472,7 +475,7 @@ class NetworkReducer(RunReducer):
         if fragment in self._joining and weight == 0.0:
             self._ctx.on_event("info", "joined: the first window counts with weight 0")
         self._joining.discard(fragment)
-        encoding = self._encoder.submit(self._encode, contribution, weight, number)
+        encoding = self._encoder.submit(self._encode, contribution, weight, number, self._codec)
         self._offers[fragment] = Offered(
             number=number,
             encoding=encoding,
@@ -501,7 +504,18 @@ class NetworkReducer(RunReducer):
         for residual in self._residuals:
             residual.encode_on(device)
 
-    def _encode(self, contribution: Contribution, weight: float, number: int) -> OfferedWindow:
+    def _use_codec(self, codec: str | None) -> None:
+        """Encode in the codec that orders have set, after all that was asked before."""
+        if codec == self._codec:
+            return
+        self._codec, chosen = codec, with_codec(self.method, codec).codec
+        with suppress(RuntimeError):  # closed: nothing more is encoded
+            for residual in self._residuals:
+                self._settling.append(self._encoder.submit(residual.use_codec, chosen))
+
+    def _encode(
+        self, contribution: Contribution, weight: float, number: int, codec: str | None
+    ) -> OfferedWindow:
         started = time.perf_counter()
         vectors.trim(self._replay.layout.numel)
         offer = self._residuals[contribution.fragment].offer(contribution.delta, weight)
@@ -513,6 +527,7 @@ class NetworkReducer(RunReducer):
             tokens=contribution.tokens,
             steps=contribution.steps,
             loss=contribution.loss if math.isfinite(contribution.loss) else None,
+            codec=codec,
         )
 
     def _offer_encoded(self, encoding: Future[OfferedWindow]) -> None:
@@ -538,7 +553,9 @@ class NetworkReducer(RunReducer):
         """Offer, in the loop, unless the run ends before the fragment's next turn."""
         here, replay = self._replica.state.position, self._replay
         turns_left = (window.fragment - replay.fragment_at(here)) % len(replay.fragments)
-        if not self.progress.is_over(here + turns_left):
+        # The trainer gives up what is encoded in a codec that the run has left when it hears of it.
+        is_current = window.codec == self._replica.settings.codec
+        if is_current and not self.progress.is_over(here + turns_left):
             self._rounds.offer(window)
         self.progress.arrived(window.number)
 
@@ -600,6 +617,7 @@ class NetworkReducer(RunReducer):
             residual.load_state_dict(saved_state)
         current, self.progress.course = self._thread.ask(self._here)
         self.progress.position = current.position
+        self._use_codec(self.progress.course.codec)
         # Each fragment moves by what the others decided since the save.
         for fragment in range(len(self._residuals)):
             self._deliver(
@@ -624,6 +642,7 @@ class NetworkReducer(RunReducer):
         """Stand at a state that this peer did not reach by the log, with nothing on offer."""
         self.progress.position, self.progress.course = state.position, course
         self._offers.clear()
+        self._use_codec(course.codec)
         self._in_step = False
         self._joining = set(range(len(self._residuals))) if state.position else set()
 
@@ -656,15 +675,18 @@ class NetworkReducer(RunReducer):
             return
         entry, state = decided.applied.entry, decided.applied.state
         included, offered = None, self._offers.get(entry.fragment)
-        settles = offered is not None and decided.settles == offered.number
+        course = read_settings(entry.settings).course
+        settles = offered is not None and (
+            decided.settles == offered.number or course.codec != self._codec
+        )
         if offered is not None and settles:
             if decided.included is not None:
                 included = torch.tensor(decided.included, dtype=torch.bool)
             self._in_step = included is not None and bool(included.any())
             del self._offers[entry.fragment]
         self._settle_later(decided, offered, included)
-        self.progress.position = state.position
-        self.progress.course = read_settings(entry.settings).course
+        self._use_codec(course.codec)
+        self.progress.position, self.progress.course = state.position, course
         self._deliver(
             Commit(
                 fragment=entry.fragment,

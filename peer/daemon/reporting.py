@@ -26,6 +26,7 @@ from atoll.coordinator.rpc.client import Beat, Joined
 from atoll.coordinator.rpc.client_errors import (
     CoordinatorError,
     CoordinatorUnreachable,
+    Evicted,
     NotWelcome,
 )
 from atoll.coordinator.run.levels import Level
@@ -48,6 +49,7 @@ from atoll.optim.log.store import StoreHead
 from atoll.optim.state.outer_state import OuterState, StateGone
 from atoll.peer.daemon.reducer import TrainerProgress
 from atoll.peer.daemon.tally import RoundTally, outcome_of
+from atoll.peer.errors import PeerEvicted
 from atoll.peer.pipeline.tallies import HopStatistics
 from atoll.peer.rounds.context import RoundTrace
 from atoll.peer.rounds.engine import Settled
@@ -527,12 +529,27 @@ class Heartbeats:
     """Sends what a peer reports, and heeds the answers."""
 
     def __init__(
-        self, env: Environment, reporter: Reporter, listener: Listener, *, in_touch: bool
+        self,
+        env: Environment,
+        reporter: Reporter,
+        listener: Listener,
+        *,
+        in_touch: bool,
+        on_evicted: Callable[[Exception], None],
     ) -> None:
-        """`in_touch` is whether the coordinator was there when this peer started."""
+        """Make them; `keep` sends them.
+
+        Args:
+            env: of the peer.
+            reporter: gives what is sent.
+            listener: takes the answers.
+            in_touch: whether the coordinator was there when this peer started.
+            on_evicted: takes the failure after which this peer takes part in nothing more.
+        """
         self._env = env
         self._reporter = reporter
         self._listener = listener
+        self._on_evicted = on_evicted
         self.in_touch = in_touch
 
     async def keep(self) -> None:
@@ -544,6 +561,9 @@ class Heartbeats:
                 if not self.in_touch:
                     self._env.report("info", "in touch with the coordinator again")
                 pause_s, self.in_touch = beat.heartbeat_s, True
+            except Evicted as error:
+                self._on_evicted(PeerEvicted(str(error)))
+                await asyncio.Event().wait()  # the peer ends, and this with it
             except CoordinatorError as error:
                 if self.in_touch:  # once: it may be away for days
                     text = f"out of touch with the coordinator, training continues: {error}"
@@ -611,6 +631,8 @@ class Heartbeats:
     async def _beat_or_join(self) -> Beat:
         try:
             return await self.beat()
+        except Evicted:
+            raise
         except NotWelcome:  # the coordinator restarted without its sessions, or dropped ours
             await self._env.join_again()
             return await self.beat()

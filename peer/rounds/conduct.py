@@ -15,7 +15,7 @@ named refusal, whichever handler they meet.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -77,11 +77,21 @@ class FaultCount:
 class Conduct:
     """A score for every peer that broke a rule. Times are seconds on one clock."""
 
-    def __init__(self, is_evicted: Callable[[str], bool] = lambda peer_id: False) -> None:
-        """Nobody has; `is_evicted` returns whether the organiser put a PeerID out."""
+    def __init__(
+        self,
+        is_evicted: Callable[[str], bool] = lambda peer_id: False,
+        evicted_in_log: Callable[[], Collection[str]] = tuple,
+    ) -> None:
+        """Nobody has.
+
+        Args:
+            is_evicted: returns whether the coordinator's list has put a PeerID out.
+            evicted_in_log: returns the PeerIDs that orders in the log have put out.
+        """
         self._records: dict[str, FaultCount] = {}
         self._out: dict[str, Fault] = {}
         self._is_evicted = is_evicted
+        self._evicted_in_log = evicted_in_log
 
     def bar_for_good(self, peer: str, why: Fault) -> None:
         """Leave a peer out as long as this process lives."""
@@ -89,7 +99,11 @@ class Conduct:
 
     def is_out(self, peer: str) -> bool:
         """Return whether a peer is barred permanently."""
-        return peer in self._out or self._is_evicted(peer)
+        return not self.may_read(peer) or peer in self._evicted_in_log()
+
+    def may_read(self, peer: str) -> bool:
+        """Return whether a peer may read the log, where one that is evicted meets the order."""
+        return peer not in self._out and not self._is_evicted(peer)
 
     def fault(self, peer: str, why: Fault, now: float) -> Barred | None:
         """Note a fault; the bar that it earns, if it is one too many."""

@@ -28,7 +28,7 @@ from atoll.optim.log.evidence import Evidence, EvidenceBook
 from atoll.optim.log.orders import OrderBook
 from atoll.optim.log.replica import Compute, LiveReplica, Replay
 from atoll.optim.reduction.cells import Bytes
-from atoll.optim.reduction.robust import Rule
+from atoll.optim.reduction.robust import Rule, rule_of
 from atoll.optim.state.updates import Update
 from atoll.peer.rounds.conduct import Conduct, Fault
 from atoll.peer.rounds.messages import (
@@ -157,6 +157,11 @@ class PeerContext:
         barred = self.conduct.barred(peer, self.now())
         if barred is not None:
             raise Refused(RefusalCode.BARRED, str(barred))
+
+    def reading_door(self, peer: str) -> None:
+        """Raise Refused for a peer that must not read the log."""
+        if not self.conduct.may_read(peer):
+            raise Refused(RefusalCode.BARRED, str(self.conduct.barred(peer, self.now())))
 
     def door(self, peer: str) -> None:
         """Raise Refused for a peer that is barred for good."""
@@ -360,7 +365,7 @@ class Context(PeerContext):
     seats: dict[tuple[int, int, int], TakesGroup] = field(default_factory=dict)
     """terms (epoch, position, term) that this peer is a member of, or waits to be"""
     rule: Rule | None = None
-    """how owners reduce a cell; None: the weighted mean"""
+    """how owners reduce a cell if no order has set another rule; None: the weighted mean"""
     last_parts: dict[int, tuple[PlannedPart, ...]] = field(default_factory=dict)
     """by fragment: how the last entry was cut, which the next one is expected to be too; not where
     its group was large"""
@@ -383,6 +388,12 @@ class Context(PeerContext):
     """takes each new record of evidence, for the coordinator; the old ones after a restart"""
     spread: Callable[[Evidence], None] = lambda evidence: None
     """passes new evidence on to other peers"""
+
+    @property
+    def rule_in_force(self) -> Rule | None:
+        """How owners reduce a cell, by the orders up to the head; None: the weighted mean."""
+        reducer = self.replica.settings.reducer
+        return self.rule if reducer is None else rule_of(reducer)
 
     def take_order(self, signed: bytes) -> bool:
         """Keep an order that the log here does not hold; return whether it is news.

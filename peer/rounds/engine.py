@@ -165,7 +165,8 @@ class Rounds:
     def serve(self) -> None:
         """Answer the others from now on."""
         transport, fault, door = self._ctx.transport, self._ctx.fault, self._ctx.door
-        transport.serve("head", guarded_call(self._serve_head, fault, door))
+        reading = self._ctx.reading_door
+        transport.serve("head", guarded_call(self._serve_head, fault, reading))
         votes = ("prepare", "propose", "lock")
         for method in votes if self._ctx.replica.trust == "byzantine" else votes[:2]:
             transport.serve(method, self._serve_vote(method))
@@ -352,15 +353,20 @@ class Rounds:
         self._on_settled(settled)
 
     def _settle_order(self, applied: Applied) -> None:
-        """Take an order: what is on offer is offered again, as nothing was decided of it."""
-        entry = applied.entry
-        pending = self._pending.get(entry.fragment)
+        """Take an order: what is on offer is offered again, as nothing was decided of it.
+
+        What is encoded in a codec that the run has left is settled as left out.
+        """
+        entry, settles = applied.entry, None
+        pending = self._pending.pop(entry.fragment, None)
         self._note_leader(entry, term_of(applied.attempt), pending)
-        if pending is not None:
+        if pending is not None and pending.window.codec == self._ctx.replica.settings.codec:
             self._pending[entry.fragment] = Pending(window=pending.window, since=pending.since)
+        elif pending is not None:
+            settles = pending.window.number
         self._stats.rounds += 1
         self._changed.set()
-        self._on_settled(Settled(applied=applied, included=None, settles=None))
+        self._on_settled(Settled(applied=applied, included=None, settles=settles))
 
     def _note_leader(self, entry: Entry, term: int, pending: Pending | None) -> None:
         self._ctx.note_term(entry, term, None if pending is None else pending.since)

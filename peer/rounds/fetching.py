@@ -291,7 +291,7 @@ class Archive:
             ("digests", self._serve_digests),
             ("leaves", self._serve_leaves),
         ):
-            guarded = guarded_stream(handler, self._ctx.fault, self._ctx.door)
+            guarded = guarded_stream(handler, self._ctx.fault, self._ctx.reading_door)
             transport.serve_stream(method, guarded)
 
     @asynccontextmanager

@@ -218,6 +218,8 @@ class Trainer:
             self._reducer,
             inner_steps=self.timetable.window(at),
         )
+        # The run may have moved on, or ended, since this peer joined; no commit tells it then.
+        self._progress.position = max(at, self._reducer.position)
         self._statistics = TrainerStatistics(
             position=at,
             inner_steps=self.worker.inner_steps,

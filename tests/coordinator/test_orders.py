@@ -2,30 +2,39 @@
 
 from __future__ import annotations
 
+import time
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from atoll.coordinator.invites import evict
 from atoll.coordinator.kept_log import KeptLog
 from atoll.coordinator.orders import ORDERS_FILE, OrderDesk, OrderRefused, OrdersError, misfit
 from atoll.coordinator.policies import STALL_S
-from atoll.coordinator.rpc.client_errors import Invalid, NotWelcome
+from atoll.coordinator.report.view import orders_text
+from atoll.coordinator.rpc.client_errors import Evicted, Invalid, NotWelcome
 from atoll.coordinator.rpc.orders import OrderClient
 from atoll.coordinator.run.keys import RunKeys, verify_run_key
 from atoll.coordinator.run.spec import RunSpec
+from atoll.dht.identity import Identity
 from atoll.optim.log.orders import (
+    MAX_EVICTED,
     MAX_PENDING,
     Change,
+    EvictPeer,
     Order,
     PauseRun,
+    ReadmitPeer,
     ResumeRun,
     RunSettings,
+    SetCodec,
     SetInnerSteps,
     SetMinPeers,
     SetOuterMomentum,
     SetOuterRate,
+    SetReducer,
     StopRun,
     sign_order,
 )
@@ -34,6 +43,7 @@ from support import kit
 KEYS = RunKeys.generate()
 RUN = b"r" * 32
 NONE = [RunSettings()]
+PEERS = [Identity.ephemeral().peer_id for _ in range(MAX_EVICTED)]
 
 
 def signed(number: int, change: Change, keys: RunKeys = KEYS, run_id: bytes = RUN) -> bytes:
@@ -120,6 +130,8 @@ SPECS: dict[str, dict[str, Any]] = {
     "ddp": {"outer": {"method": "ddp", "inner_steps": 1}},
     "noloco": {"outer": {"method": "noloco"}},
     "diloco": {},
+    "streaming": {"outer": {"method": "diloco(count=3,tau=2)", "inner_steps": 30}},
+    "sparseloco": {"outer": {"method": "sparseloco"}},
 }
 
 
@@ -133,7 +145,20 @@ SPECS: dict[str, dict[str, Any]] = {
         ("ddp", SetInnerSteps(value=7), "every step"),
         ("ddp", SetOuterRate(value=0.5), "inner_scale"),
         ("ddp", PauseRun(), ""),
+        ("diloco", SetCodec(value="int4"), ""),
+        ("diloco", SetCodec(value="fp16"), ""),
+        ("diloco", SetCodec(value="gzip"), "expected one of the codecs"),
+        ("diloco", SetCodec(value="dct"), "other chunks"),
+        ("diloco", SetCodec(value="powersgd"), "reduces no mean"),
+        ("diloco", SetCodec(value="feedback"), "without feedback of its own"),
+        ("diloco", SetCodec(value="ternary"), "error feedback is 1 with"),
+        ("diloco", SetReducer(value="median"), ""),
+        ("streaming", SetReducer(value="median"), "overlap, so its reducer cannot"),
+        ("sparseloco", SetReducer(value="median"), "must be 'mean' with"),
+        ("streaming", SetCodec(value="int4"), "overlap, so its codec cannot"),
+        ("sparseloco", SetCodec(value="int4"), "reduces no mean"),
         ("noloco", PauseRun(), "no log"),
+        ("noloco", EvictPeer(peer_id="1" * 52), "`atoll evict` removes a peer"),
     ],
 )
 def test_what_does_not_fit_a_run_is_told(method: str, change: Change, why: str) -> None:
@@ -223,6 +248,26 @@ def test_no_epoch_opens_in_a_paused_run_unless_an_order_waits(tmp_path: Path) ->
     kit.run(main())
 
 
+def test_an_order_that_a_lone_trainer_can_decide_opens_an_epoch(tmp_path: Path) -> None:
+    """Without one it could not be told to go on alone: the other elector is gone."""
+
+    async def main() -> None:
+        async with kit.net(tmp_path) as net:
+            clients = await net.started()
+            coordinator, log = net.up.coordinator, net.up.coordinator.log
+            for client, index in ((clients[1], 1), (clients[2], 2)):
+                await client.heartbeat(net.swarm.status(index), leaving=True)
+            now_s = await stand_still(net, coordinator._steady(), 3 * STALL_S, online=1)
+            assert log.head().epoch == 0
+            order = signed(1, SetMinPeers(value=1), coordinator.keys, net.run_id)
+            coordinator.give_order(order)
+            await stand_still(net, now_s, 3 * STALL_S, online=1)
+            assert log.head().epoch > 0
+            assert [e.peer_id for e in log.replica.electorate] == [net.swarm.identities[0].peer_id]
+
+    kit.run(main())
+
+
 def test_a_run_is_complete_when_it_is_stopped(tmp_path: Path) -> None:
     async def main() -> None:
         async with kit.net(tmp_path) as net:
@@ -239,22 +284,90 @@ def test_a_run_is_complete_when_it_is_stopped(tmp_path: Path) -> None:
     kit.run(main())
 
 
-async def stand_still(net: kit.Net, since_s: float, seconds: float) -> float:
-    """Let time pass with all peers online that decide nothing; return when it ends."""
+def test_an_evicted_peer_is_told_and_refused_until_it_is_readmitted(tmp_path: Path) -> None:
+    async def main() -> None:
+        swarm = kit.Swarm()
+        bad = swarm.identities[0]
+        async with kit.net(tmp_path, swarm) as net:
+            clients = await net.started()
+            coordinator, keys = net.up.coordinator, net.up.coordinator.keys
+            evict = EvictPeer(peer_id=bad.peer_id, reason="noise")
+            coordinator.give_order(signed(1, evict, keys, net.run_id))
+            with pytest.raises(Evicted, match="evicted this peer: noise; ask the organiser to"):
+                await clients[0].heartbeat(swarm.status(0))
+            with pytest.raises(Evicted, match="noise"):
+                await net.client(0).join()
+            await clients[1].heartbeat(swarm.status(1))
+            assert clients[1].is_evicted(bad.peer_id)
+            assert await net.publish(clients[1], _evicting(net, coordinator.log, 1, evict), b"")
+            assert coordinator.status().evicted == [bad.peer_id]
+            assert bad.peer_id[-6:] in orders_text(coordinator.status())
+        async with kit.net(tmp_path, swarm) as net:  # kept over a restart, by the log alone
+            assert net.up.coordinator.admission.is_evicted(bad.peer_id)
+            with pytest.raises(Evicted):
+                await net.client(0).join()
+            readmit = ReadmitPeer(peer_id=bad.peer_id)
+            net.up.coordinator.give_order(signed(2, readmit, keys, net.run_id))
+            await net.client(0).join()
+            other = net.client(1)
+            await other.join()
+            other.recall_evictions(clients[1].evictions)
+            await other.heartbeat(swarm.status(1))
+            assert not other.is_evicted(bad.peer_id)  # the newer list names nobody
+
+    kit.run(main())
+
+
+def _evicting(net: kit.Net, log: KeptLog, number: int, change: EvictPeer) -> Any:
+    order = signed(number, change, net.up.coordinator.keys, net.run_id)
+    left = tuple(e for e in log.replica.electorate if e.peer_id != change.peer_id)
+    return control(net, log, order, electorate=left)
+
+
+def test_a_peer_that_a_command_has_evicted_is_readmitted_too(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with kit.net(tmp_path) as net:
+            await net.started()
+            coordinator, bad = net.up.coordinator, net.swarm.identities[0].peer_id
+            evict(tmp_path, bad, at_s=time.time(), reason="noise")
+            await coordinator.tick()
+            assert coordinator.admission.is_evicted(bad)
+            order = signed(1, ReadmitPeer(peer_id=bad), coordinator.keys, net.run_id)
+            coordinator.give_order(order)
+            assert not coordinator.admission.is_evicted(bad)
+
+    kit.run(main())
+
+
+def test_what_evicts_nobody_new_is_told(path: Path) -> None:
+    desk = desk_at(path)
+    one = EvictPeer(peer_id=Identity.ephemeral().peer_id)
+    desk.give(signed(1, one), NONE)
+    with pytest.raises(OrderRefused, match="evicted already; `atoll run readmit` lets it"):
+        desk.give(signed(2, one), NONE)
+    full = [RunSettings(number=1, evicted=tuple(sorted(PEERS)))]
+    with pytest.raises(OrderRefused, match="64 peers are evicted by orders"):
+        desk.give(signed(2, EvictPeer(peer_id=Identity.ephemeral().peer_id)), full)
+    assert desk.evicted(NONE) == {one.peer_id: ""}
+    assert desk_at(path.with_name("none.json")).evicted(NONE) is None
+
+
+async def stand_still(net: kit.Net, since_s: float, seconds: float, *, online: int = 3) -> float:
+    """Let time pass with peers online that decide nothing; return when it ends."""
     log, presence = net.up.coordinator.log, net.up.coordinator.presence
     for later in range(0, int(seconds), 5):
         there = {"epoch": log.head().epoch, "position": log.head().position}
-        for index in range(len(net.swarm.identities)):
+        for index in range(online):
             presence.report(net.swarm.status(index, **there), since_s + later, leaving=False)
         await log._look(since_s + later)
     return since_s + seconds
 
 
-def control(net: kit.Net, log: KeptLog, order: bytes) -> Any:
+def control(net: kit.Net, log: KeptLog, order: bytes, **changes: Any) -> Any:
     """The next entry, which brings an order."""
     replica = log.replica
     settings = replica.settings.after(replica.open_order(order), replica.position).stored
-    empty = {"members": (), "parts": ()}
+    empty = {"members": (), "parts": ()} | changes
     entry, _ = net.swarm.entry(
         replica.run_id, replica.head, kind="control", order=order, settings=settings, **empty
     )

@@ -36,7 +36,7 @@ from atoll.peer.lab.hunt.trainers import (
     TurnQueue,
     TurnThread,
 )
-from atoll.peer.lab.hunt.world import LOOK_S, World, _identity
+from atoll.peer.lab.hunt.world import LOOK_S, World, _identity, _keys
 from atoll.peer.pipeline import workbench
 from atoll.peer.pipeline.actions import RunJob, TakeStep
 from atoll.peer.pipeline.carrier import Carrier, Ended
@@ -82,6 +82,27 @@ def plan_of(seed):
     )
 
 
+ORDERS = ("pause", "set", "oust")
+
+
+def plan_with_orders(seed):
+    """The plan of a seed with few faults, a pause for a while, and other orders."""
+    chance, plan = random.Random(f"ordered stages {seed}"), plan_of(seed)
+    orders = [
+        PlannedFault(
+            at_s=at_s,
+            kind=kind,
+            who=chance.randrange(1000),
+            other=0,  # of numbers, inner_steps
+            lasts_s=chance.choice(LASTS_S),
+            amount=chance.random(),
+        )
+        for at_s, kind in ((12.0, "pause"), (25.0, chance.choice(ORDERS)), (38.0, "pause"))
+    ]
+    faults = sorted([*plan.faults[::2], *orders], key=lambda fault: fault.at_s)
+    return replace(plan, trainers=max(4, plan.trainers), faults=tuple(faults))
+
+
 def spec_of(spec):
     """A dense run's spec, of two stages."""
     plain = json.loads(spec.canonical())
@@ -100,7 +121,15 @@ def spec_of(spec):
 class StageAudit(Audit):
     """Rules of a run with several logs: a place is one of a log."""
 
+    def __init__(self, *given):
+        super().__init__(*given)
+        self.control = set()
+        """(log, position) of the entries that brought orders"""
+
     def decided(self, machine, entry):
+        self.orders.decided(machine.name, entry)
+        if entry.kind == "control":
+            self.control.add((entry.run_id, entry.position))
         place = entry.run_id, entry.epoch, entry.position
         if self._decided.setdefault(place, entry.digest) != entry.digest:
             self.fail("one entry a position", f"{machine.name} has another at {place[1:]}")
@@ -231,7 +260,10 @@ class StageWorld(World):
 
     def __init__(self, plan, folder, loop):
         super().__init__(plan, folder, loop)
-        self.spec, self.audit = spec_of(self.spec), StageAudit()
+        self.spec = spec_of(self.spec)
+        method = self.spec.method()
+        planned = method.lr, method.momentum
+        self.audit = StageAudit(_keys(plan).run_public_key, planned)
 
     def _add_peer(self, *, is_keeper=False):
         number = len(self.peers) + 1
@@ -253,6 +285,13 @@ class StageWorld(World):
         self._goals = {name: place[1] + 2 for name, place in self._heads().items()}
         await super()._resume()
         await self._drain()
+
+    def _settings(self):
+        """Those of the coordinator's log that has the fewest orders."""
+        up = self.coordinator.running
+        logs = [] if up is None else [log.settings for log in up.coordinator.logs.values()]
+        least = min(logs, key=lambda settings: settings.number, default=None)
+        return {} if least is None else {self.coordinator.name: least}
 
     def _heads(self):
         up = self.coordinator.running

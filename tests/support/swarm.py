@@ -42,6 +42,7 @@ from atoll.optim.state.layout import CELL, Layout
 from atoll.optim.state.outer_state import OuterState
 from atoll.peer.recovery.recovery import Recovery
 from atoll.peer.recovery.sources import RosterSources
+from atoll.peer.rounds.conduct import Conduct
 from atoll.peer.rounds.consensus.member import OfferedWindow
 from atoll.peer.rounds.consensus.round import Ballots
 from atoll.peer.rounds.context import Context, RoundSettings
@@ -183,6 +184,7 @@ class SwarmPeer:
             rule=self.swarm.rule,
             on_event=self.note,
             ready_in_s=self._ready_in_s,
+            conduct=Conduct(evicted_in_log=lambda: self.replica.settings.evicted),
         )
         self.ready_at = 0.0
         replay = self.swarm.replay

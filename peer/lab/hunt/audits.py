@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from atoll.compression.base import Codec
 from atoll.optim.log.entry import Entry
 from atoll.optim.log.replica import Applied
 from atoll.optim.methods.worker import Worker
@@ -25,6 +26,7 @@ from atoll.optim.state.layout import Layout
 from atoll.optim.state.updates import Update, dense
 from atoll.peer.daemon.reducer import RunReducer
 from atoll.peer.lab.hunt.edges import Machine
+from atoll.peer.lab.hunt.order_audits import OrderAudit
 
 CLOSE = 1e-3  # sums of some hundred steps in fp32, of values around 1
 Place = tuple[int, int]
@@ -42,7 +44,9 @@ class RuleBroken(AssertionError):
 class Audit:
     """The rules of a run that one machine alone cannot see."""
 
-    def __init__(self) -> None:
+    def __init__(self, run_key: bytes, planned: tuple[float, float]) -> None:
+        """Begin a run with learning rate and momentum of its outer step."""
+        self.orders = OrderAudit(run_key, planned, self.fail)
         self.broken: RuleBroken | None = None
         """the first rule that was broken; the world ends with it"""
         self.num_applied = 0
@@ -72,6 +76,7 @@ class Audit:
 
     def decided(self, machine: Machine, entry: Entry) -> None:
         """Take an entry that a machine holds for decided."""
+        self.orders.decided(machine.name, entry)
         place = entry.epoch, entry.position
         if self._decided.setdefault(place, entry.digest) != entry.digest:
             self.fail("one entry a position", f"{machine.name} has another at {place}")
@@ -251,6 +256,10 @@ class AuditedResidual:
     def encode_on(self, device: torch.device) -> None:
         """Encode on a device."""
         self._inner.encode_on(device)
+
+    def use_codec(self, codec: Codec) -> None:
+        """Encode in another codec."""
+        self._inner.use_codec(codec)
 
     def settle(
         self, offer: Offer, included: Tensor, *, weight: float, update_F: Update | None = None

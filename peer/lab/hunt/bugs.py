@@ -11,9 +11,11 @@ from typing import Any, Literal, get_args
 
 from torch import Tensor
 
+from atoll.coordinator import orders
 from atoll.coordinator.run import admission
 from atoll.coordinator.service import service
 from atoll.optim.log import mending, replica, store
+from atoll.optim.log.orders import Order, OrderBook, RunSettings
 from atoll.optim.log.store import LogStore
 from atoll.optim.reduction.contribution import Feedback, Offer
 from atoll.peer.daemon.keeping import KeptBallots
@@ -26,6 +28,8 @@ BugName = Literal[
     "unverified-body",
     "doubled-residual",
     "stale-admission",
+    "unkept-order",
+    "repeated-order",
 ]
 BUGS: tuple[BugName, ...] = get_args(BugName)
 
@@ -98,10 +102,31 @@ def _stale_admission() -> Broken:
     return [(admission, "CLOCK_SLACK_S", 10**9)]
 
 
+def _unkept_order() -> Broken:
+    """The coordinator does not write the orders that it takes."""
+    return [(orders, "_write", lambda path, given: None)]
+
+
+def _repeated_order() -> Broken:
+    """An order counts again, whatever number it has."""
+    after = RunSettings.after
+
+    def again(self: RunSettings, order: Order, position: int) -> RunSettings:
+        return after(self, order.model_copy(update={"number": self.number + 1}), position)
+
+    def add(self: OrderBook, signed: bytes, order: Order) -> bool:
+        self._orders = {n: signed for n in range(order.number, order.number + 99)}
+        return True
+
+    return [(RunSettings, "after", again), (OrderBook, "add", add)]
+
+
 _PLACES: dict[BugName, Callable[[], Broken]] = {
     "skipped-fsync": _skipped_fsync,
     "unwritten-promise": _unwritten_promise,
     "unverified-body": _unverified_body,
     "doubled-residual": _doubled_residual,
     "stale-admission": _stale_admission,
+    "unkept-order": _unkept_order,
+    "repeated-order": _repeated_order,
 }

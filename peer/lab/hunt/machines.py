@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeVar, cast
 
 from atoll.coordinator.invites import issue
+from atoll.coordinator.rpc.client_errors import Evicted
 from atoll.coordinator.run.invite import Invite
 from atoll.coordinator.run.levels import Level
 from atoll.coordinator.run.spec import RunSpec
@@ -35,6 +36,7 @@ from atoll.peer.daemon.log_run import LogRun
 from atoll.peer.daemon.options import PeerOptions
 from atoll.peer.daemon.peer import Peer, StartRun
 from atoll.peer.daemon.reach.bootstrap import BootstrapNode
+from atoll.peer.errors import PeerEvicted
 from atoll.peer.lab.hunt import disks
 from atoll.peer.lab.hunt.disks import Disk, Files
 from atoll.peer.lab.hunt.edges import MACHINE, START, living
@@ -154,6 +156,8 @@ class Machine(ABC):
                 shutil.rmtree(disk.folder / "log", ignore_errors=True)  # as the message says
         except asyncio.CancelledError:
             return
+        except (PeerEvicted, Evicted) as error:
+            why = f"ends: {error}"
         except Exception as error:
             if disk is self.disk:
                 self.world.unexpected(self, error)
@@ -253,6 +257,8 @@ class PeerMachine(Machine):
         self.number = number
         self.peer: Peer | None = None
         self.training: Training | None = None
+        self.ended_at = -1
+        """the position at which its trainer last ended, which its disk holds"""
         super().__init__(world, f"{'keeper' if habits.is_keeper else 'peer'}{number}", identity)
 
     @property
@@ -284,6 +290,12 @@ class PeerMachine(Machine):
                 seed = self.number * 1000 + self.num_starts
                 self.training = Training(peer, self.habits.step_s, seed)
                 await self.training.run()
+                self.ended_at = peer.position
+
+    def wipe(self) -> None:
+        """Lose everything on the disk; the process is down."""
+        super().wipe()
+        self.ended_at = -1
 
     async def _invite(self) -> Invite:
         while self.world.invite is None:

@@ -7,6 +7,7 @@ that is how a failing one shrinks.
 from __future__ import annotations
 
 import random
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -29,6 +30,13 @@ FaultKind = Literal[
     "leave",  # a trainer leaves cleanly, and is back later
     "join",  # one more trainer
     "evict",  # the organiser puts a trainer out
+    "pause",  # the organiser pauses the run, for a while
+    "stop",  # or ends it after a round; mostly with a change of mind
+    "set",  # or changes a number
+    "oust",  # or evicts a peer, for a while
+    "forge",  # a peer is given an order under another key
+    "repeat",  # or all orders again
+    "rival",  # or one that has the number of the organiser's next one
 ]
 
 KINDS: dict[FaultKind, float] = {
@@ -52,6 +60,17 @@ KINDS: dict[FaultKind, float] = {
     "evict": 0.3,
 }
 """The frequency of each, relative to the others."""
+
+ORDERS: dict[FaultKind, float] = {
+    "pause": 3,
+    "stop": 0.7,
+    "set": 4,
+    "oust": 1.5,
+    "forge": 1,
+    "repeat": 1,
+    "rival": 1,
+}
+"""The same of what comes beside faults in half of the runs that have a log."""
 
 LASTS_S = (0.5, 2.0, 5.0, 20.0, 70.0, 200.0)
 AWAY_S = (20.0, 200.0, 900.0, 7200.0)
@@ -121,20 +140,12 @@ def draw(seed: int, *, minutes: float | None = None) -> RunPlan:
     step_s = chance.choice([0.5, 1.0, 2.0])
     lasts_s = 60 * (minutes or chance.choice([1.0, 2.0, 4.0]))
     every_s = chance.choice([4.0, 10.0, 30.0])
-    faults, at_s = [], 8 * step_s + 5
-    kinds, weights = tuple(KINDS), tuple(KINDS.values())
-    while (at_s := at_s + chance.expovariate(1 / every_s)) < lasts_s:
-        kind = chance.choices(kinds, weights)[0]
-        faults.append(
-            PlannedFault(
-                at_s=round(at_s, 1),
-                kind=kind,
-                who=chance.randrange(1000),
-                other=chance.randrange(1000),
-                lasts_s=chance.choice(AWAY_S if kind == "away" else LASTS_S),
-                amount=chance.random(),
-            )
-        )
+    since_s = 8 * step_s + 5
+    faults = _faults(chance, KINDS, since_s, lasts_s, every_s)
+    ordering = random.Random(f"orders {seed}")  # of its own: faults are those without orders
+    if method != "noloco" and ordering.random() < 0.5:
+        every_s = ordering.choice([5.0, 15.0, 40.0])
+        faults += _faults(ordering, ORDERS, since_s, lasts_s, every_s)
     return RunPlan(
         seed=seed,
         method=method,
@@ -148,5 +159,28 @@ def draw(seed: int, *, minutes: float | None = None) -> RunPlan:
         admission_hours=chance.choice([0.01, 168.0]),
         snapshot_every=chance.choice([2, 4]),
         lasts_s=lasts_s,
-        faults=tuple(faults),
+        faults=tuple(sorted(faults, key=lambda fault: fault.at_s)),
     )
+
+
+def _faults(
+    chance: random.Random,
+    kinds: Mapping[FaultKind, float],
+    since_s: float,
+    until_s: float,
+    every_s: float,
+) -> list[PlannedFault]:
+    faults, at_s, names, weights = [], since_s, tuple(kinds), tuple(kinds.values())
+    while (at_s := at_s + chance.expovariate(1 / every_s)) < until_s:
+        kind = chance.choices(names, weights)[0]
+        faults.append(
+            PlannedFault(
+                at_s=round(at_s, 1),
+                kind=kind,
+                who=chance.randrange(1000),
+                other=chance.randrange(1000),
+                lasts_s=chance.choice(AWAY_S if kind == "away" else LASTS_S),
+                amount=chance.random(),
+            )
+        )
+    return faults

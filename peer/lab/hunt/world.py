@@ -43,6 +43,7 @@ from atoll.dht.identity import Identity
 from atoll.dht.testing.memory import MemoryLink, MemoryNetwork, MemoryTransport
 from atoll.dht.transport import Check, TransportError
 from atoll.optim.log.entry import Entry, sha256
+from atoll.optim.log.orders import EvictPeer, ReadmitPeer, ResumeRun, RunSettings
 from atoll.optim.log.replica import DISK_ERRORS, Applied, LiveReplica
 from atoll.optim.log.store import StoreCorrupt
 from atoll.optim.state.layout import Layout
@@ -51,6 +52,7 @@ from atoll.peer.daemon import gossip_run, keeping, log_run, reducer, reporting
 from atoll.peer.daemon import peer as peer_module
 from atoll.peer.daemon.keeping import KeptBallots
 from atoll.peer.daemon.reach import bootstrap
+from atoll.peer.errors import PeerEvicted
 from atoll.peer.lab.hunt import wires
 from atoll.peer.lab.hunt.audits import Audit, RuleBroken
 from atoll.peer.lab.hunt.disks import Disk
@@ -67,11 +69,14 @@ from atoll.peer.lab.hunt.edges import (
 )
 from atoll.peer.lab.hunt.machines import CoordinatorMachine, Habits, Machine, PeerMachine
 from atoll.peer.lab.hunt.nodes import MemoryDht, MemoryNode, NodeTransport
+from atoll.peer.lab.hunt.organiser import Organiser, drawn_change
 from atoll.peer.lab.hunt.plans import PlannedFault, RunPlan
 from atoll.peer.lab.hunt.trainers import TOKENS, TurnQueue
 from atoll.peer.rounds.consensus.round import Ballots, Place
 
 RESUMES_S = 900.0  # an epoch opens 60 s after a stall, later after each that brought nothing
+RESTS_S = 90.0  # that a run stays paused after everything has healed
+FORGOTTEN = 0.3  # of pauses and stops: the organiser thinks of them when everything has healed
 ORGANISER_S = 300.0  # after which the organiser reads what the coordinator asks for
 LOOK_S = 1.0  # between two looks at what must hold
 ENDING_TRIES = 40  # to end what is left of processes that were killed, a virtual second each
@@ -138,7 +143,6 @@ class World:
     def __init__(self, plan: RunPlan, folder: Path, loop: HuntLoop) -> None:
         self.plan = plan
         self.folder = folder
-        self.audit = Audit()
         self.story: list[str] = []
         self.faults: Counter[str] = Counter()
         self.retired: list[tuple[asyncio.Task[None] | None, Disk]] = []
@@ -150,6 +154,7 @@ class World:
         self._undo: list[tuple[float, Callable[[], None]]] = []
         self._clock_errors_s = 0.0
         self._gone: set[str] = set()
+        self._ousted: list[str] = []
         self.mesh = self._network("mesh", NodeTransport)
         self.wire = self._network("wire", MemoryTransport)
         is_cut = "count=" in plan.method
@@ -160,7 +165,11 @@ class World:
         self._genesis = self.spec.method().genesis(
             self.layout, torch.linspace(-1.0, 1.0, self.layout.numel)
         )
+        method = self.spec.method()
+        planned = getattr(method, "lr", 0.0), getattr(method, "momentum", 0.0)
+        self.audit = Audit(_keys(plan).run_public_key, planned)
         self.coordinator = CoordinatorMachine(self, "coordinator", _identity(plan, 0))
+        self.organiser = Organiser(self, _keys(plan), _identity(plan, -1))
         self.peers: list[PeerMachine] = []
         for _ in range(plan.keepers):
             self._add_peer(is_keeper=True)
@@ -226,6 +235,8 @@ class World:
         """Start everything, let the plan happen, heal, and see the run go on."""
         looking = self.spawn(self._write_back())
         self.coordinator.start()
+        if self.is_logged:
+            self.organiser.start()
         for peer in self.peers:
             peer.start()
         for fault in self.plan.faults:
@@ -233,12 +244,14 @@ class World:
             self._happen(fault)
         await self._until(self.plan.lasts_s)
         self._heal()
+        if self.organiser.signed or not self.organiser.is_idle:
+            await self._settle_orders()
         await self._resume()
         looking.cancel()
 
     async def end(self) -> None:
         """End what is left of every machine."""
-        for machine in self._machines():
+        for machine in [*self._machines(), self.organiser]:
             machine.is_wanted = False
             machine.crash(lost_power=False, files={})
         for _ in range(ENDING_TRIES):  # what a killed process waits for never comes
@@ -429,6 +442,89 @@ class World:
                 coordinator.do(evict)
                 self._gone.add(peer_id)
 
+    # Orders
+
+    def _fault_pause(self, fault: PlannedFault) -> None:
+        self._order(fault)
+        if fault.amount > FORGOTTEN:
+            self._later(fault.lasts_s, lambda: self.organiser.want(ResumeRun()))
+
+    def _fault_stop(self, fault: PlannedFault) -> None:
+        self._fault_pause(fault)
+
+    def _fault_oust(self, fault: PlannedFault) -> None:
+        peer_id = self._peer(fault).identity.peer_id
+        self.organiser.want(EvictPeer(peer_id=peer_id, reason="hunt"))
+        self._ousted.append(peer_id)
+        if fault.amount > FORGOTTEN:
+            self._later(fault.lasts_s, self._readmit)
+
+    def _readmit(self) -> None:
+        """Readmit the peer that was evicted first."""
+        if self._ousted:
+            self.organiser.want(ReadmitPeer(peer_id=self._ousted.pop(0)))
+
+    def _fault_set(self, fault: PlannedFault) -> None:
+        self._order(fault)
+
+    def _order(self, fault: PlannedFault) -> None:
+        position = max([0, *self._positions()])
+        self.organiser.want(drawn_change(fault, position))
+
+    def _fault_forge(self, fault: PlannedFault) -> None:
+        self.organiser.forge(drawn_change(fault, 0), self._peer(fault))
+
+    def _fault_repeat(self, fault: PlannedFault) -> None:
+        self.organiser.repeat(self._peer(fault), random.Random(fault.other))
+
+    def _fault_rival(self, fault: PlannedFault) -> None:
+        self.organiser.rival(drawn_change(fault, 0), self._peer(fault))
+
+    def _peer(self, fault: PlannedFault) -> PeerMachine:
+        return self.peers[fault.who % len(self.peers)]
+
+    async def _settle_orders(self) -> None:
+        """Let a paused run rest, resume it, and see all orders decided."""
+        healed_s = self.now()
+        if any(settings.is_paused for settings in self._settings().values()):
+            self.say("--- the run rests")
+            await self._until(healed_s + RESTS_S)
+        while not self.organiser.is_idle or self._undo_orders() or not self._has_all_orders():
+            if self.now() - healed_s > RESTS_S + RESUMES_S:
+                self._say_events()
+                self.audit.fail("orders are decided", self._standing())
+            self._accept_loss_later(healed_s)
+            await self._until(self.now() + LOOK_S)
+
+    def _undo_orders(self) -> bool:
+        """Let the run go on with everybody; return whether that needs orders."""
+        up = self.coordinator.running
+        if up is None or self._is_over():
+            return False
+        settings = up.coordinator.orders().settings  # once all that were given are decided
+        for peer_id in settings.evicted:
+            self.organiser.want(ReadmitPeer(peer_id=peer_id))
+        if settings.is_paused or settings.last_round is not None:
+            self.organiser.want(ResumeRun())
+        return not self.organiser.is_idle
+
+    def _settings(self) -> dict[str, RunSettings]:
+        """Return what orders have changed at the end of each log that is open, by machine."""
+        replicas = {machine.name: self._replica(machine) for machine in self._machines()}
+        return {name: each.settings for name, each in replicas.items() if each is not None}
+
+    def _has_all_orders(self) -> bool:
+        if self._is_over():
+            return True
+        kept = self._settings().get(self.coordinator.name)
+        newest = max((number for number, _ in self.organiser.given), default=0)
+        return self.organiser.is_idle and kept is not None and kept.number >= newest
+
+    def _is_over(self) -> bool:
+        """Return whether an order has ended the run."""
+        replica = self._replica(self.coordinator) if self.is_logged else None
+        return replica is not None and replica.settings.is_over(replica.position)
+
     # Healing
 
     def _heal(self) -> None:
@@ -454,8 +550,7 @@ class World:
         while not self._has_resumed(goal):
             self._do_due()
             self._look()
-            if self.now() - healed_s > ORGANISER_S:
-                self._accept_loss()
+            self._accept_loss_later(healed_s)
             if self.now() - healed_s > RESUMES_S:
                 self._say_events()
                 self.audit.fail("a healed run goes on", self._standing())
@@ -470,10 +565,12 @@ class World:
 
     resumed_s = 0.0
 
-    def _accept_loss(self) -> None:
+    def _accept_loss_later(self, healed_s: float) -> None:
         """Do what the organiser does if a damaged disk has lost what no peer has either."""
         coordinator = self.coordinator
         up = coordinator.running
+        if self.now() - healed_s < ORGANISER_S:
+            return
         if up is None or not coordinator.tainted or coordinator.accepts_loss:
             return
         if any("--accept-loss" in event.text for event in up.coordinator.status().events):
@@ -489,10 +586,14 @@ class World:
             self.story.append(f"{at_s:9.2f} coordinator {event.level}: {event.text[:200]}")
 
     def _wanted(self) -> list[PeerMachine]:
+        up = self.coordinator.running
         return [
             peer
             for peer in self.peers
-            if peer.is_wanted and peer.identity.peer_id not in self._gone
+            if peer.is_wanted
+            and peer.identity.peer_id not in self._gone
+            # Of a run that is over, nobody is readmitted.
+            and not (up and up.coordinator.admission.is_evicted(peer.identity.peer_id))
         ]
 
     def _positions(self) -> list[int]:
@@ -501,12 +602,19 @@ class World:
     def _has_resumed(self, goal: int) -> bool:
         wanted = self._wanted()
         up = self.coordinator.running
+        if self._is_over():
+            last = self._settings()[self.coordinator.name].last_round
+            return all(last == _ended_at(peer) for peer in wanted)
         if up is None or any(peer.peer is None for peer in wanted):
             return False
         positions = self._positions()
-        is_logged = self.spec.method().reduction != "pairs"
-        kept = up.coordinator.log.head().position if is_logged else positions[0]
-        return positions[0] >= goal and (not is_logged or kept >= goal)
+        kept = up.coordinator.log.head().position if self.is_logged else positions[0]
+        return positions[0] >= goal and (not self.is_logged or kept >= goal)
+
+    @property
+    def is_logged(self) -> bool:
+        """Whether the run has a log."""
+        return self.spec.method().reduction != "pairs"
 
     def _standing(self) -> str:
         places = [
@@ -518,13 +626,33 @@ class World:
         return f"{', '.join(places)}; coordinator {(head.epoch, head.position) if head else None}"
 
     def _check_logs(self) -> None:
-        """Compare what each machine has stored with what was decided."""
+        """Compare what each machine has stored with what was decided, and repeat the whole log."""
         for machine in self._machines():
             replica = self._replica(machine)
             if replica is None or machine.tainted:
                 continue
             for record in replica.store.headers(0, 1 << 30):
                 self.audit.decided(machine, Entry.decode(record.entry))
+            self.audit.orders.held(machine.name, replica.settings, replica.head.chain)
+        kept = self._replica(self.coordinator)
+        if kept is not None and not self.coordinator.tainted:
+            self._repeat(kept)
+
+    def _repeat(self, kept: LiveReplica) -> None:
+        """Apply the coordinator's log once more, from the first state, and look for each order."""
+        records = kept.store.headers(0, 1 << 30)
+        entries = [Entry.decode(record.entry) for record in records]
+        lost = self.organiser.lost([entry.order for entry in entries])
+        if lost and not self._is_over():
+            self.audit.fail("what is acknowledged stays", f"orders {lost} are in no log")
+        if not all(record.has_body for record in records):
+            return  # the coordinator was away until peers had dropped some
+        state = self._genesis
+        for entry in entries:
+            body = memoryview(kept.store.body(entry.position))
+            state = kept.core.replay.next_state(state, entry, body)
+        if state.root() != kept.state.root():
+            self.audit.fail("a replay gives the same bits", f"at {kept.position}")
 
     def _replica(self, machine: Machine) -> LiveReplica | None:
         if isinstance(machine, CoordinatorMachine):
@@ -628,6 +756,10 @@ class World:
         ]
 
 
+def _ended_at(peer: PeerMachine) -> int:
+    return peer.peer.position if peer.peer is not None else peer.ended_at
+
+
 def run(plan: RunPlan, folder: Path, kind: type[World] = World) -> RunVerdict:
     """Run a plan to its end; `kind` is the class of the world, for other machines in it."""
     loop = HuntLoop()
@@ -695,7 +827,7 @@ class _Failures(logging.Handler):
         machine = living()
         if machine is None or error is None:
             return
-        if isinstance(error, (*DISK_ERRORS, TransportError)):
+        if isinstance(error, (*DISK_ERRORS, TransportError, PeerEvicted)):
             return
         self._world.say(f"{machine.name}: {text}: {error!r}")
         self._world.unexpected(machine, error)

@@ -218,7 +218,7 @@ def exchange_of(
     A robust rule needs every member's cells at one place; gathered frames and factors have no sum.
     """
     cells = ctx.replay.cells_at(group.position)
-    has_sum = not (ctx.rule or cells.gathers or isinstance(cells, LowRankCells))
+    has_sum = not (ctx.rule_in_force or cells.gathers or isinstance(cells, LowRankCells))
     if has_sum and is_relayed(len(group.members), cells.numel, sum(cells.sizes)):
         return Exchange(ctx, group, codes, rows=rows_of(len(group.members), group.parts))
     return Exchange(ctx, group, codes, upfront)

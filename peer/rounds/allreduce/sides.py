@@ -674,7 +674,7 @@ class Owner:
         else:
             room = state.take_room(part)
             reducer = PartReducer(
-                part=cells, shares=shares, rule=state.ctx.rule, norms=norms, room=room
+                part=cells, shares=shares, rule=state.ctx.rule_in_force, norms=norms, room=room
             )
         expected = (set(shares) & set(senders)) - self.barred()
         for index in set(shares) - expected:

@@ -698,6 +698,7 @@ class Leadership:
             members=members,
             parts=parts,
             dropped=dropped,
+            evicted=settings.evicted,
             electors=self.ctx.settings.electors,
         )
         return Entry(

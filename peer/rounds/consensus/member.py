@@ -533,6 +533,8 @@ class OfferedWindow:
     tokens: int
     steps: int
     loss: float | None
+    codec: str | None = None
+    """that an order has set and it is encoded in; None: the spec's"""
 
 
 @dataclass(kw_only=True, eq=False)

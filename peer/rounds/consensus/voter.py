@@ -743,8 +743,8 @@ class Voter:
             raise Refused(RefusalCode.BAD_ELECTORATE, str(error)) from error
         if (entry.lr, entry.momentum) != self._ctx.scalars(entry.position):
             raise Refused(RefusalCode.BAD_SCALARS, f"expected {self._ctx.scalars(entry.position)}")
-        self._ctx.replay.check(entry)  # lengths too: no leader makes a voter take memory
         check_settings(entry, replica.standing.settings, replica.open_order)
+        self._ctx.replay.check(entry)  # lengths too: no leader makes a voter take memory
         return dropped
 
     def _check_root(self, entry: Entry) -> None:

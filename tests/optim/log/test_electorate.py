@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from atoll.dht.identity import Identity
 from atoll.optim.log.electorate import (
     FEW_ELECTORS,
     REMEMBERED_ENTRIES,
@@ -24,6 +25,7 @@ from atoll.optim.log.entry import (
     Partial,
     is_quorum,
 )
+from atoll.optim.log.orders import RunSettings
 
 
 def elector(name, incarnation="1"):
@@ -352,3 +354,56 @@ def test_an_entry_does_not_rename_a_keeper_to_its_next_incarnation():
     restarted = (*now.electorate[:2], Elector(peer_id="m", incarnation="another"))
     with pytest.raises(BadElectorate):
         check_succession(update(now, electorate=restarted), now, "keepers")
+
+
+def test_an_evicted_peer_neither_votes_nor_waits_to():
+    now = standing(*"abcd", newcomers=[Newcomer(peer_id="e", since=1, last=3)])
+    out = succeed(now, position=5, fragment=0, members=(), parts=(), evicted={"b", "e"})
+    assert (names(out), out.newcomers) == (list("acd"), ())
+    members = [member(name) for name in "acd"]
+    after = succeed(
+        out, position=6, fragment=0, members=members, parts=even_parts(3), evicted={"b", "e"}
+    )
+    assert (names(after), after.newcomers) == (list("acd"), ())
+
+
+def test_keepers_lose_the_evicted_one():
+    out = succeed(
+        standing(*"abc"),
+        position=5,
+        fragment=0,
+        members=(),
+        parts=(),
+        evicted="b",
+        electors="keepers",
+    )
+    assert names(out) == list("ac")
+
+
+def test_electors_that_are_all_evicted_stay_until_an_epoch():
+    now = standing("a", newcomers=[Newcomer(peer_id="b", since=1, last=3)])
+    out = succeed(now, position=5, fragment=0, members=(), parts=(), evicted={"a"})
+    assert names(out) == ["a"]
+
+
+@pytest.mark.parametrize(("kept", "is_right"), [("bcd", True), ("abcd", False), ("cd", False)])
+def test_an_order_that_evicts_takes_that_electors_vote_and_no_other(kept, is_right):
+    """Nobody is asked whether it answers, so that one who does is out all the same."""
+    peers = {name: Identity.ephemeral().peer_id for name in "abcd"}
+    now = standing(*peers.values())
+    settings = RunSettings(number=1, evicted=(peers["a"],)).stored
+    entry = Entry.model_construct(
+        position=5,
+        fragment=0,
+        members=(),
+        parts=(),
+        electorate=tuple(elector(peers[name]) for name in kept),
+        newcomers=(),
+        norms=now.norms,
+        settings=settings,
+    )
+    if is_right:
+        assert check_succession(entry, now) == []
+        return
+    with pytest.raises(BadElectorate):
+        check_succession(entry, now)

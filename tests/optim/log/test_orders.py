@@ -10,17 +10,28 @@ from typing import Any
 import pytest
 
 from atoll.coordinator.run.keys import RunKeys
-from atoll.optim.log.entry import ChainMismatch, Entry, MalformedRecord, place_before
+from atoll.dht.identity import Identity
+from atoll.optim.log.entry import (
+    MAX_SETTINGS,
+    ChainMismatch,
+    Entry,
+    MalformedRecord,
+    place_before,
+)
 from atoll.optim.log.orders import (
+    MAX_EVICTED,
     MAX_PENDING,
     NUMBERS,
     Change,
+    EvictPeer,
     Order,
     OrderBook,
     OrderInvalid,
     PauseRun,
+    ReadmitPeer,
     ResumeRun,
     RunSettings,
+    SetCodec,
     SetInnerScale,
     SetInnerSteps,
     SetOuterMomentum,
@@ -30,12 +41,14 @@ from atoll.optim.log.orders import (
     read_settings,
     sign_order,
 )
-from atoll.optim.log.replica import Replica, log_id
+from atoll.optim.log.replica import Replay, Replica, log_id, with_codec
 from atoll.optim.reducer import Course
+from atoll.optim.reduction.cells import UpdateError
 from support import kit
 from support.logs import RUN, open_replica, take
 
 KEYS = RunKeys.generate()
+PEERS = [Identity.ephemeral().peer_id for _ in range(MAX_EVICTED)]
 
 
 def order(number: int, change: Change, **changes: Any) -> Order:
@@ -127,6 +140,72 @@ def test_an_order_is_told_in_a_line() -> None:
     assert described(order(3, PauseRun())) == "order 3: the run is paused"
     assert described(order(4, StopRun(after_round=9))) == "order 4: the run ends after round 9"
     assert described(order(5, SetInnerSteps(value=7))) == "order 5: inner_steps is 7 from here on"
+
+
+def test_an_evicted_peer_is_named_until_it_is_readmitted() -> None:
+    evict = [EvictPeer(peer_id=peer) for peer in PEERS[:2]]
+    assert after(*evict, evict[0]).evicted == tuple(sorted(PEERS[:2]))
+    assert after(*evict, ReadmitPeer(peer_id=PEERS[0])).evicted == (PEERS[1],)
+    assert after(ReadmitPeer(peer_id=PEERS[0])).evicted == ()
+    assert read_settings(after(*evict).stored) == after(*evict)
+
+
+def test_settings_that_evict_nobody_keep_their_bytes() -> None:
+    """A log of before there were evictions is read, and goes on."""
+    settings = after(PauseRun())
+    assert "evicted" not in settings.model_dump()
+    back = after(PauseRun(), EvictPeer(peer_id=PEERS[0]), ReadmitPeer(peer_id=PEERS[0]))
+    assert back.stored == settings.model_copy(update={"number": 3}).stored
+
+
+def test_settings_name_so_many_evicted_peers_and_fit_into_an_entry() -> None:
+    settings = RunSettings(number=1, evicted=tuple(sorted(PEERS)))
+    assert len(settings.stored) < MAX_SETTINGS
+    with pytest.raises(OrderInvalid, match="at most 64 evicted"):
+        settings.after(order(2, EvictPeer(peer_id=Identity.ephemeral().peer_id)), 9)
+
+
+def test_a_codec_is_a_setting_and_not_a_number() -> None:
+    settings = after(SetCodec(value="int4"))
+    assert settings.course.codec == settings.codec == "int4"
+    assert settings.numbers == {}
+    assert read_settings(settings.stored) == settings
+    assert "codec" not in after(PauseRun()).model_dump()
+    assert described(order(1, SetCodec(value="int4"))) == "order 1: the codec is int4 from here on"
+
+
+def test_a_log_whose_codec_changes_replays_to_the_same_bits(reopen: Open, swarm: kit.Swarm) -> None:
+    replica = reopen()
+    replica.open_epoch(swarm.electors(), KEYS.sign)
+    go_on(replica, swarm)
+    longest = replica.replay.cells_at(1).max_body_bytes(1)
+    give(replica, swarm, SetCodec(value="int4"))
+    assert replica.replay.cells_at(2).max_body_bytes(1) < 0.6 * longest
+    with pytest.raises((MalformedRecord, UpdateError)):
+        go_on(replica, swarm)  # int8, as before
+    swarm.replay = Replay(with_codec(kit.REPLAY.method, "int4"), kit.LAYOUT)
+    go_on(replica, swarm)
+    give(replica, swarm, SetOuterRate(value=0.25))
+    go_on(replica, swarm, lr=0.25)
+    state, head = replica.state.root(), replica.head
+    replica.store.close()
+    again = reopen()
+    assert (again.state.root(), again.head) == (state, head)
+
+
+def test_an_entry_that_names_no_codec_is_malformed(reopen: Open, swarm: kit.Swarm) -> None:
+    replica = reopen()
+    replica.open_epoch(swarm.electors(), KEYS.sign)
+    stored = RunSettings(number=1, codec="gzip").stored
+    entry, _ = swarm.entry(RUN, replica.head, settings=stored)
+    with pytest.raises(MalformedRecord, match="expected one of the codecs"):
+        replica.replay.check(entry)
+
+
+@pytest.mark.parametrize("peer_id", ["", "laptop", "0" * 52, "1" * 200, "12D3KooW\n" + "1" * 44])
+def test_what_is_no_peer_id_is_not_evicted(peer_id: str) -> None:
+    with pytest.raises(ValueError, match="peer_id"):
+        EvictPeer(peer_id=peer_id)
 
 
 # The book
@@ -303,6 +382,18 @@ def test_an_entry_that_was_checked_is_checked_again_when_its_body_came(
     )
     with pytest.raises(OrderInvalid):
         replica.accept(claim, body)
+
+
+def test_no_round_has_an_evicted_member(reopen: Open, swarm: kit.Swarm) -> None:
+    replica = reopen()
+    replica.open_epoch(swarm.electors(), KEYS.sign)
+    out = swarm.identities[2].peer_id
+    left = tuple(e for e in swarm.electors() if e.peer_id != out)
+    give(replica, swarm, EvictPeer(peer_id=out), electorate=left)
+    with pytest.raises(OrderInvalid, match="is a member, but was evicted"):
+        go_on(replica, swarm)
+    give(replica, swarm, ReadmitPeer(peer_id=out), electorate=left)
+    go_on(replica, swarm)
 
 
 def test_an_order_under_another_key_is_refused(reopen: Open) -> None:

@@ -266,3 +266,16 @@ def test_feedback_with_an_unbiased_codec_is_refused():
 def test_feedback_outside_zero_and_one_is_refused(beta):
     with pytest.raises(ValueError, match="between 0 and 1"):
         Feedback(N, CODEC, beta=beta)
+
+
+def test_the_residual_outlives_its_codec():
+    feedback = Feedback(N, CODEC)
+    feedback.mass_N.copy_(random(2))
+    feedback.offer(random(1), 4.0)  # given up
+    feedback.use_codec(parse("fp32"))
+    torch.testing.assert_close(feedback.mass_N, random(2))
+    offer = feedback.offer(torch.zeros(N), 4.0)
+    sent = Cells.of_vector(parse("fp32"), N).decode_body(body_of(offer.frames), members=1)
+    torch.testing.assert_close(sent, random(2) / 4.0)
+    feedback.settle(offer, EVERYWHERE, weight=4.0)
+    assert feedback.mass_N.abs().max() == 0

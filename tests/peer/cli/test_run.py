@@ -1,12 +1,16 @@
 """`atoll run`: orders to a coordinator, and what is wrong with them."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
 from atoll.coordinator.run.keys import RunKeys
+from atoll.coordinator.run.status import PeerStatus
+from atoll.dht.identity import Identity
 from atoll.optim.log.orders import NUMBERS
 from atoll.peer.cli import run as run_command
+from support.status import make_status
 
 
 @pytest.fixture
@@ -42,6 +46,10 @@ def test_an_order_waits_until_peers_decide_it(atoll, invite, key):
         (("set", "inner_steps=2.5"), "inner_steps: expected a valid integer, got 2.5"),
         (("set", "outer_momentum=1"), "outer_momentum: expected less than 1, got 1"),
         (("set", "outer_lr=nan"), "outer_lr: expected a finite number, got nan"),
+        (("set", "codec="), "expected codec=NAME, such as codec=int4, got codec="),
+        (("set", "reducer=mode"), "expected reducer=mean|trimmed-mean|median"),
+        (("set", "codec=gzip"), "expected one of the codecs"),
+        (("set", "codec=dct"), "dct and int8 cut a model into other chunks"),
         (("stop", "--after-round", "3"), "the run ends after round 3 in any case"),
     ],
 )
@@ -52,6 +60,54 @@ def test_a_wrong_order_is_told_and_nothing_is_given(atoll, invite, key, argument
     assert done.code == 2
     assert message in done.err
     assert json.loads(atoll("status", invite, "--json").out)["orders_waiting"] == before
+
+
+def test_a_peer_is_evicted_and_readmitted(atoll, invite, key):
+    peer = Identity.ephemeral().peer_id
+    order = ("--key", key, "--wait", 0)
+    done = atoll("run", "evict", invite, peer, "--reason", "noise", *order, "--json")
+    told = json.loads(done.out)
+    assert (done.code, told["kind"], told["peer_id"]) == (0, "evict", peer)
+    assert "warning: 0 of 1 trainers are left, so the run waits" in done.err
+    again = atoll("run", "evict", invite, peer, *order)
+    assert again.code == 2
+    assert "the peer is evicted already; `atoll run readmit` lets it come back" in again.err
+    back = atoll("run", "readmit", invite, peer, *order)
+    assert back.code == 0
+    assert f"{peer[-8:]} may take part again (given" in back.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("evict", "laptop"), "no peer of this run is named 'laptop'; `atoll status INVITE` lists"),
+        (("readmit", "laptop"), "no peer of this run is named 'laptop'"),
+        (("evict", "1" * 52, "--reason", "x" * 201), "--reason: expected at most 200 characters"),
+    ],
+)
+def test_nobody_is_evicted_by_a_wrong_name(atoll, invite, key, arguments, message):
+    action, *rest = arguments
+    done = atoll("run", action, invite, *rest, "--key", key)
+    assert done.code == 2
+    assert message in done.err
+
+
+@pytest.mark.parametrize(
+    ("named", "min_peers", "min_keepers", "message"),
+    [
+        ("one", 2, 0, "1 of 2 trainers are left"),
+        ("one", 1, 0, ""),
+        ("k", 1, 1, "0 of 1 keepers are left; invite others"),
+    ],
+)
+def test_an_eviction_that_leaves_too_few_is_told(named, min_peers, min_keepers, message):
+    peers = [
+        PeerStatus(peer_id=name, role=role, state="training")
+        for name, role in (("one", "trainer"), ("two", "trainer"), ("k", "keeper"))
+    ]
+    status = replace(make_status(3), peers=peers, min_peers=min_peers, min_keepers=min_keepers)
+    found = run_command.shortage(status, named)
+    assert message in found and bool(message) == bool(found)
 
 
 def test_one_wrong_number_of_two_gives_no_order(atoll, invite, key):
@@ -83,4 +139,4 @@ def test_help_has_examples(atoll):
 
 
 def test_the_help_names_all_numbers_that_can_be_set():
-    assert run_command.NAMES == tuple(NUMBERS)
+    assert run_command.NAMES == (*NUMBERS, "codec", "reducer")

@@ -9,7 +9,7 @@ import types
 import pytest
 import torch
 
-from atoll.compression import CodecError
+from atoll.compression import CodecError, parse
 from atoll.coordinator.run.spec import RunSpec
 from atoll.optim import DiLoCo
 from atoll.optim.log.orders import RunSettings
@@ -353,6 +353,49 @@ def test_an_order_settles_nothing_and_brings_a_course(bench):
     assert [commit.counts for commit in each.commits] == [False, True]
     assert {commit.course for commit in each.commits} == {Course(inner_steps=7)}
     assert each.reducer.course == Course(inner_steps=7)
+
+
+def in_codec(codec, number, position, *, settles=None):
+    """A control entry with the order for a codec."""
+    settings = RunSettings(number=number, codec=codec)
+    control = entry(position).model_copy(
+        update={"kind": "control", "order": b"x", "settings": settings.stored}
+    )
+    applied = Applied(entry=control, state=state(position + 1), apply_s=0.0)
+    return Settled(applied=applied, included=None, settles=settles)
+
+
+def test_another_codec_gives_up_what_was_encoded_and_keeps_the_residual(bench):
+    each = bench()
+    each.start()
+    credits = [(slice(0, 1), torch.tensor([3.0]))]
+    each.deliver(decided(0, OTHER, credits=credits))
+    each.reducer.wait()
+    number = each.submit().number
+    each.replica.settings = RunSettings(number=1, codec="int4")
+    each.deliver(in_codec("int4", 1, 1, settles=number))
+    each.reducer.wait()
+    assert [(c.settles, c.counts, c.reset) for c in each.commits][1:] == [(True, False, False)]
+    assert float(each.residual()[0]) == 3.0
+    window = each.submit(1)
+    assert window.codec == "int4"
+    assert len(window.offer.frames[0]) < 0.6 * CELL
+    assert float(parse("int4").decode(window.offer.frames[0], CELL)[0]) > 1.0  # with the residual
+
+
+def test_what_was_encoded_before_the_order_came_is_never_offered(bench, monkeypatch):
+    """The loop has taken the order, and the trainer hands in before it hears of it."""
+    each = bench()
+    each.start()
+    each.replica.settings = RunSettings(number=1, codec="int4")
+    each.reducer.submit(contribution())
+    each.reducer.await_residuals()
+    each.let_loop_catch_up()
+    assert each.offers == []
+    each.deliver(in_codec("int4", 1, 0))
+    each.reducer.wait()
+    assert [(c.settles, c.counts) for c in each.commits] == [(True, False)]
+    assert each.submit(1).codec == "int4"
 
 
 def test_a_trainer_waits_in_a_pause_however_long_it_takes(bench):

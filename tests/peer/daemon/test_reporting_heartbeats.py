@@ -8,12 +8,13 @@ import grpc
 import pytest
 
 from atoll.coordinator.rpc.client import Beat, Published
-from atoll.coordinator.rpc.client_errors import CoordinatorUnreachable, NotWelcome
+from atoll.coordinator.rpc.client_errors import CoordinatorUnreachable, Evicted, NotWelcome
 from atoll.coordinator.run.status import PeerStatus
 from atoll.dht import clock
 from atoll.dht.tasks import end
 from atoll.dht.testing.memory import run_virtual
 from atoll.optim.log.store import StoreHead
+from atoll.peer.cli.main import exit_code
 from atoll.peer.daemon.log_run import Publisher
 from atoll.peer.daemon.reporting import MAX_PAUSE_S, MAX_SENT, Heartbeats, Reporter
 from atoll.peer.recovery.sources import CoordinatorSource
@@ -88,7 +89,10 @@ class Peer:
         replica = swarm_peer.replica
         self.publisher = Publisher(self.env, self.source, replica, rounds)
         reporter = Reporter(self.env, replica, started(), rounds_view(rounds))
-        self.heartbeats = Heartbeats(self.env, reporter, self.publisher, in_touch=True)
+        self.failures = []
+        self.heartbeats = Heartbeats(
+            self.env, reporter, self.publisher, in_touch=True, on_evicted=self.failures.append
+        )
 
     def spawn(self, work, *arguments):
         self.tasks.append(asyncio.create_task(work(*arguments)))
@@ -217,6 +221,21 @@ def test_a_coordinator_that_has_forgotten_us_is_joined_again(tmp_path):
         assert (peer.client.joins, len(peer.joined), len(peer.client.beats)) == (1, 1, 1)
         assert peer.node.transport.admission == b"new"
         assert peer.heartbeats.in_touch
+        await end(keeping)
+
+    with_peer(tmp_path, use)
+
+
+def test_an_evicted_peer_asks_no_more_and_knows_why(tmp_path):
+    async def use(peer):
+        why = "the organiser has evicted this peer: noise"
+        peer.client.failures = [Evicted(grpc.StatusCode.ABORTED, why)]
+        keeping = asyncio.create_task(peer.heartbeats.keep())
+        await asyncio.sleep(600.0)
+        assert [str(error) for error in peer.failures] == [why]
+        assert (peer.client.joins, len(peer.client.beats)) == (0, 0)
+        assert peer.said == []
+        assert exit_code(peer.failures[0]) == 2
         await end(keeping)
 
     with_peer(tmp_path, use)

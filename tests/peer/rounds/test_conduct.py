@@ -48,3 +48,12 @@ def test_strangers_cannot_fill_the_memory():
     for number in range(MAX_PEERS + 10):
         conduct.fault(str(number), Fault.BAD_WEIGHT, 0.0)
     assert len(conduct._records) == MAX_PEERS
+
+
+def test_a_peer_that_an_order_evicts_may_read_the_log_and_nothing_else():
+    conduct = Conduct(lambda peer: peer == "listed", lambda: ["ordered"])
+    conduct.bar_for_good("liar", Fault.EQUIVOCATION)
+    out = ("listed", "ordered", "liar")
+    assert [conduct.is_out(peer) for peer in (*out, "other")] == [True, True, True, False]
+    assert [conduct.may_read(peer) for peer in (*out, "other")] == [False, True, False, True]
+    assert conduct.barred("ordered", 0.0).why is Fault.EVICTED

@@ -96,6 +96,21 @@ def test_a_run_ends_after_the_last_round_that_was_ordered(corpus):
     assert trainer.statistics().position == 5
 
 
+class Ended(Ordered):
+    """A group that an order ended while this trainer was joining: no commit comes any more."""
+
+    position = 5
+    course = Course(last_round=5)
+
+
+def test_a_run_that_ended_while_this_peer_joined_takes_no_step(corpus):
+    options = TrainerOptions(device="cpu", position=3)
+    trainer = Trainer(SPEC, Ended({}), options, corpus=corpus)
+    assert trainer.finished
+    trainer.run()
+    assert (trainer.statistics().phase, trainer.statistics().steps) == ("finished", 0)
+
+
 def test_a_window_that_is_dropped_keeps_the_course(corpus):
     trainer = trainer_of(corpus, {2: Course(inner_steps=2 * H)})
     while trainer.statistics().position < 2:

@@ -1,5 +1,7 @@
 """Whole runs from seeds: they keep their rules, repeat exactly, and break them with a bug."""
 
+from typing import Any
+
 import pytest
 
 from atoll.peer.lab.hunt import plans
@@ -44,3 +46,17 @@ def test_a_bug_is_found_and_shrinks() -> None:
     small, _ = shrink(plan, rule, bug="doubled-residual", tries=6)
     assert len(small.faults) <= len(plan.faults) // 2
     assert small.lasts_s <= plan.lasts_s
+
+
+@pytest.mark.parametrize(
+    ("bug", "seed", "rule"),
+    [
+        ("repeated-order", 0, "orders come once, in a row"),
+        pytest.param(
+            *("unkept-order", 10, "what is acknowledged stays"), marks=pytest.mark.exhaustive
+        ),
+    ],
+)
+def test_orders_that_count_twice_or_are_lost_are_found(bug: Any, seed: int, rule: str) -> None:
+    broken = run_plan(plans.draw(seed), bug).broken
+    assert broken is not None and broken.rule == rule

@@ -17,7 +17,13 @@ def test_faults_come_in_order_while_the_plan_lasts() -> None:
 
 def test_every_kind_of_fault_is_drawn() -> None:
     drawn = {fault.kind for seed in range(300) for fault in plans.draw(seed).faults}
-    assert drawn == set(plans.KINDS)
+    assert drawn == {*plans.KINDS, *plans.ORDERS}
+
+
+def test_orders_are_given_in_runs_that_have_a_log() -> None:
+    for plan in map(plans.draw, range(100)):
+        has_orders = any(fault.kind in plans.ORDERS for fault in plan.faults)
+        assert not (has_orders and plan.method == "noloco")
 
 
 def test_a_plan_loses_faults_and_time() -> None:

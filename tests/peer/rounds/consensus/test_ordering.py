@@ -6,7 +6,19 @@ import shutil
 import pytest
 
 from atoll.optim.log.entry import Entry
-from atoll.optim.log.orders import PauseRun, ResumeRun, SetInnerSteps, SetOuterRate, StopRun
+from atoll.optim.log.orders import (
+    EvictPeer,
+    PauseRun,
+    ReadmitPeer,
+    ResumeRun,
+    SetInnerSteps,
+    SetOuterRate,
+    SetReducer,
+    StopRun,
+)
+from atoll.optim.reduction.robust import median
+from atoll.peer.rounds.allreduce import sides
+from atoll.peer.rounds.allreduce.reduction import PartReducer
 from atoll.peer.rounds.consensus.round import leader_of
 from support.strikes import KINDS, Strike, expect_no_work_lost
 from support.swarm import SMALL, order_of, reached, run_swarm
@@ -163,6 +175,134 @@ def test_a_peer_that_was_away_meets_the_orders_in_the_log(tmp_path):
         await swarm.until(lambda: reached([*peers, joiner], position + 8))
 
     run(tmp_path, scenario)
+
+
+def id_of(peer):
+    return peer.identity.peer_id
+
+
+def expect_without(peers, out, since):
+    """Expect that an evicted peer is in nothing that was decided since a position."""
+    for entry in entries(peers[0])[since:]:
+        assert id_of(out) not in {member.peer_id for member in entry.members}
+        assert id_of(out) not in {elector.peer_id for elector in entry.electorate}
+
+
+def test_an_evicted_peer_is_in_no_round_until_it_is_readmitted(tmp_path):
+    """All know the order but the evicted one, which votes for it and has its work back later."""
+
+    async def scenario(swarm):
+        peers = await swarm.start(4)
+        await swarm.until(lambda: reached(peers, 2))
+        out, others = peers[3], peers[:3]
+        give(others, 1, EvictPeer(peer_id=id_of(out), reason="noise"))
+        await swarm.until(is_decided(peers, 1))
+        since = next(i for i, entry in enumerate(entries(peers[0])) if entry.kind == "control")
+        await swarm.until(lambda: reached(others, since + 5))
+        await asyncio.sleep(1.0)
+        expect_without(others, out, since)
+        assert swarm.same_bits(others)
+        give(others, 2, ReadmitPeer(peer_id=id_of(out)))
+        await swarm.until(is_decided(peers, 2))
+        position = others[0].replica.position
+        await swarm.until(
+            lambda: any(
+                id_of(out) in {member.peer_id for member in entry.members}
+                for entry in entries(others[0])[position:]
+            )
+        )
+        position = others[0].replica.position
+        await swarm.until(lambda: reached(peers, position + 1))
+        await asyncio.sleep(1.0)
+        assert swarm.same_bits(peers)
+        for peer in others:
+            expect_no_work_lost(peer)
+
+    run(tmp_path, scenario)
+
+
+def test_owners_reduce_by_the_rule_of_an_order_from_its_position_on(tmp_path, monkeypatch):
+    rules = []
+
+    def noted(*arguments, rule, **named):
+        rules.append(rule)
+        return PartReducer(*arguments, rule=rule, **named)
+
+    monkeypatch.setattr(sides, "PartReducer", noted)
+
+    async def scenario(swarm):
+        peers = await swarm.start(3)
+        await swarm.until(lambda: reached(peers, 2))
+        assert set(rules) == {None}
+        give(peers, 1, SetReducer(value="median"))
+        await swarm.until(is_decided(peers, 1))
+        rules.clear()
+        position = peers[0].replica.position
+        await swarm.until(lambda: reached(peers, position + 2))
+        assert set(rules) == {median}
+        assert swarm.same_bits(peers)
+
+    run(tmp_path, scenario)
+
+
+def test_a_leader_that_is_evicted_is_out_with_its_own_round(tmp_path):
+    """In the middle of a round: its members reduce, and nothing of it is decided."""
+
+    async def scenario(swarm):
+        peers = await swarm.start(4)
+        await swarm.until(lambda: reached(peers, 2))
+        given = []
+
+        def note(peer, phase, position):
+            if phase == "reduce" and not given:
+                given.append(leader(swarm, position))
+                order = EvictPeer(peer_id=id_of(given[0]))
+                give([p for p in peers if p is not given[0]], 1, order)
+
+        swarm.on_phase = note
+        await swarm.until(lambda: given)
+        others = [peer for peer in peers if peer is not given[0]]
+        await swarm.until(is_decided(others, 1))
+        since = next(i for i, entry in enumerate(entries(others[0])) if entry.kind == "control")
+        await swarm.until(lambda: reached(others, since + 3))
+        await asyncio.sleep(1.0)
+        expect_without(others, given[0], since)
+        assert swarm.same_bits(others)
+        for peer in others:
+            expect_no_work_lost(peer)
+
+    run(tmp_path, scenario)
+
+
+def test_a_peer_that_was_away_meets_its_eviction_in_the_log(tmp_path):
+    async def scenario(swarm):
+        peers = await swarm.start(4)
+        await swarm.until(lambda: reached(peers, 2))
+        out, others = peers[3], peers[:3]
+        swarm.network.freeze(id_of(out))
+        give(others, 1, EvictPeer(peer_id=id_of(out)))
+        await swarm.until(is_decided(others, 1))
+        position = others[0].replica.position
+        await swarm.until(lambda: reached(others, position + 3))
+        swarm.network.thaw(id_of(out))
+        await swarm.until(is_decided([out], 1))
+        assert out.replica.settings.evicted == (id_of(out),)
+
+    run(tmp_path, scenario)
+
+
+def test_the_last_elector_that_is_evicted_stays_until_an_epoch(tmp_path):
+    async def scenario(swarm):
+        peers = await swarm.begin([swarm.add(role="keeper"), swarm.add(), swarm.add()])
+        await swarm.until(lambda: reached(peers, 2))
+        give(peers[:1], 1, EvictPeer(peer_id=id_of(peers[0])))
+        await swarm.until(is_decided(peers, 1))
+        position = peers[1].replica.position
+        await asyncio.sleep(60.0)
+        assert {elector.peer_id for elector in peers[1].replica.electorate} == {id_of(peers[0])}
+        assert {peer.replica.position for peer in peers[1:]} == {position}
+
+    run(tmp_path, scenario, electors="keepers")
 
 
 def strike_an_order(folder, message, kind, end):

@@ -473,9 +473,9 @@ class SeatReducer(Reducer):
         fields, delta = vars(contribution).copy(), contribution.delta
         del fields["delta"]
         if isinstance(delta, Difference):
-            self._ask("submit", fields, delta.a_F, delta.b_F)
+            self._ask("submit", fields, delta.a_F, delta.b_F, delta.spends)
         else:
-            self._ask("submit", fields, delta, None)
+            self._ask("submit", fields, delta, None, False)
 
     def wait(self) -> None:
         """Deliver what is decided, until the contribution that is due is; see `Reducer`.

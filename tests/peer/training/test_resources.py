@@ -33,7 +33,7 @@ def test_a_meeting_takes_as_many_vectors_as_it_is_said_to():
     spec = RunSpec.from_dict({"outer": {"method": "noloco"}, "model": {"preset": "30m"}})
     model = bare_model(spec)
     beside = needed(spec, model, 2).peer_memory - PEER_PROCESS_BYTES
-    assert beside == (16 + 8 + 4 * MEETING_VECTORS) * Layout.of(model).numel
+    assert beside == (12 + 8 + 4 * MEETING_VECTORS) * Layout.of(model).numel
 
 
 @pytest.mark.parametrize("ranks", [2, 8])
@@ -42,7 +42,7 @@ def test_each_further_rank_has_a_model_of_its_own(ranks):
     model = bare_model(spec)
     numel, more = Layout.of(model).numel, ranks - 1
     one, several = (needed(spec, model, 2, ranks=each) for each in (1, ranks))
-    processes = LAUNCHER_PROCESS_BYTES + more * (RANK_PROCESS_BYTES + 16 * numel)
+    processes = LAUNCHER_PROCESS_BYTES + more * (RANK_PROCESS_BYTES + 12 * numel)
     rest = several.peer_memory - one.peer_memory - processes
     # own values twice on all but one, and the frames of all at the first and once more
     assert rest == pytest.approx((8 * more / ranks + more / ranks + 1) * numel, rel=0.05)

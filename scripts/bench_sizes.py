@@ -164,7 +164,7 @@ def mapped_files(pid: int) -> dict[str, int]:
 
 def is_memory(path: str) -> bool:
     """Return whether a mapped file is memory that processes share."""
-    return path.startswith(("/memfd:", "/dev/shm/", "/SYSV"))
+    return path.startswith(("/memfd:", "/dev/shm/", "/dev/zero", "/SYSV"))
 
 
 def memory(pid: int, table: str) -> dict[str, int]:
@@ -217,16 +217,17 @@ class Measured:
 
 def spec_of(size: str, options: argparse.Namespace) -> RunSpec:
     """Return the run's spec."""
+    of_method = as_run(options.method, options.inner_steps)
+    inner = {"batch_size": 1, "warmup_steps": 2, "state": options.inner_state}
     told = {
         "run": {"name": "sizes", "rounds": options.rounds},
         "model": SIZES[size],
         "data": {"seq_len": 32},
-        "inner": {"batch_size": 1, "warmup_steps": 2, "state": options.inner_state},
         # The least that a log may take, so that a short run fills it.
         "round": {"min_peers": options.peers, "grace_s": 60.0, "stall_s": 10.0, "log_mb": 1},
         "coordinator": {"checkpoint_every": options.rounds // 2, "keep_checkpoints": CHECKPOINTS},
     }
-    return RunSpec.from_dict(told | as_run(options.method, options.inner_steps))
+    return RunSpec.from_dict(told | of_method | {"inner": inner | of_method["inner"]})
 
 
 class Processes:

@@ -278,6 +278,14 @@ def test_one_peer_waits_for_nobody():
     assert cost.lost_s == pytest.approx(plan.SETTLE_S, abs=0.01)
 
 
+def test_chunks_of_a_sparse_codec_travel_together():
+    layout = Layout.of(net())
+    for spec, share in (("diloco", 1), ("muloco(codec=sign)", 1), ("sparseloco", 16)):
+        (size,) = plan.sizes_of(methods.parse(spec), layout)
+        assert size.num_turns() == pytest.approx(size.num_chunks / share)
+    assert plan.sizes_of(methods.parse("noloco"), layout)[0].num_turns() > 0
+
+
 def test_memory_follows_what_a_method_keeps():
     numel = Layout.of(net()).numel
     memory = {spec: costs(spec, 1.0).memory_bytes for spec in SPECS}

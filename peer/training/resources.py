@@ -142,16 +142,18 @@ def resources(
     needed = KEPT_SNAPSHOTS * every * sum(bodies) // len(bodies)
     checkpoints = max(1, spec.coordinator.keep_checkpoints)
     on_gpu = step_of(spec, weights.layout, half=True)
-    of_ranks, others = ranks_bytes(weights, ranks=ranks, bodies=bodies), ranks - 1
-    in_round = of_ranks + others * waiting_bytes(method, weights)
-    in_step = of_ranks + others * inner_bytes(weights)
+    of_ranks, whole = ranks_bytes(weights, ranks=ranks, bodies=bodies), inner_bytes(weights)
+    # Measured: of several ranks, all still have gradients when their sum is largest.
+    waiting = waiting_bytes(method, weights)
+    inner = waiting if ranks == 1 else ranks * whole
+    in_round, in_step = of_ranks + inner - waiting, of_ranks + (ranks - 1) * whole
     return Resources(
         peer_memory=memory_bytes(method, weights, peers=peers, bodies=bodies) + in_round,
-        inner_memory=ranks * waiting_bytes(method, weights),
+        inner_memory=inner,
         step_memory=in_step
         + step_bytes(spec, method, weights, peers=peers, bodies=bodies, ranks=ranks),
-        gpu_memory=inner_bytes(weights) + _activation_bytes(spec, on_gpu),
-        gpu_memory_least=inner_bytes(weights) + (0 if on_gpu is None else on_gpu.least.more_bytes),
+        gpu_memory=whole + _activation_bytes(spec, on_gpu),
+        gpu_memory_least=whole + (0 if on_gpu is None else on_gpu.least.more_bytes),
         peer_state=mapped_bytes(method, weights.layout),
         coordinator_memory=ledger_bytes(method, weights.layout, peers=peers, bodies=bodies),
         coordinator_state=state + _beside(method, weights.layout),

@@ -143,9 +143,10 @@ def resources(
     checkpoints = max(1, spec.coordinator.keep_checkpoints)
     on_gpu = step_of(spec, weights.layout, half=True)
     of_ranks, whole = ranks_bytes(weights, ranks=ranks, bodies=bodies), inner_bytes(weights)
-    # Measured: of several ranks, all still have gradients when their sum is largest.
     waiting = waiting_bytes(method, weights)
-    inner = waiting if ranks == 1 else ranks * whole
+    # A stage computes on in its rounds. Of several ranks, all still have gradients when their sum
+    # is largest, as measured.
+    inner = waiting if ranks == spec.topology.stages == 1 else ranks * whole
     in_round, in_step = of_ranks + inner - waiting, of_ranks + (ranks - 1) * whole
     return Resources(
         peer_memory=memory_bytes(method, weights, peers=peers, bodies=bodies) + in_round,
@@ -193,8 +194,8 @@ def memory_bytes(method: Method, weights: Weights, *, peers: int, bodies: Sequen
 def ranks_bytes(weights: Weights, *, ranks: int, bodies: Sequence[int]) -> int:
     """Return what several processes on one machine take more than one, beside their models.
 
-    All but the first one get their values of the common
-    parameters, while they still have the last ones, and the first one gets all frames.
+    All but the first one get their values of the common parameters, while they still have the last
+    ones, and the first one gets all frames.
     """
     if ranks == 1:
         return 0

@@ -8,6 +8,7 @@ from atoll.optim import methods
 from atoll.optim.inprocess.gossip import Side, meet
 from atoll.optim.state.layout import Layout
 from atoll.optim.state.outer_state import OuterState
+from atoll.peer.daemon.consent import needs_of
 from atoll.peer.lab.plan import PlanError, bare_model, needed
 from atoll.peer.training.resources import (
     LAUNCHER_PROCESS_BYTES,
@@ -53,6 +54,15 @@ def test_each_further_rank_has_a_model_of_its_own(ranks):
     assert several.step_memory > one.step_memory + more * 16 * numel
     assert several.gpu_memory == one.gpu_memory
     assert several.coordinator_memory == one.coordinator_memory
+
+
+def test_a_stage_keeps_its_gradients_in_a_round():
+    layout = Layout.of(bare_model(RunSpec.from_dict({"model": {"preset": "30m"}})))
+    dense = RunSpec.from_dict({})
+    stages = RunSpec.from_dict({"topology": {"stages": 2}})
+    one, stage = (needs_of(spec, layout) for spec in (dense, stages))
+    assert stage.inner_memory - one.inner_memory == 4 * layout.numel
+    assert stage.peer_memory - one.peer_memory >= 4 * layout.numel
 
 
 def test_no_rank_is_refused():

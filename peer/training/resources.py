@@ -33,7 +33,7 @@ LEDGER_BODIES = 2  # of an entry that is applied, and of the next one that comes
 FP32 = 4  # bytes of a value
 # Measured with the smallest model, libraries included, which other processes may share. A peer's
 # network process takes 190 MB of it, as far as it shares nothing with the trainer's.
-PEER_PROCESS_BYTES = 780 * 10**6
+PEER_PROCESS_BYTES = 740 * 10**6
 LEDGER_PROCESS_BYTES = 400 * 10**6
 # Of each further process that trains as the same peer, whose libraries are shared, and of the one
 # that starts and watches them.

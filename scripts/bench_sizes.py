@@ -5,17 +5,18 @@
     ./scripts/bench sizes --rerun --sizes 10m,30m        measure again
     ./scripts/bench sizes --rerun --sizes 10m --save --json
     ./scripts/bench sizes --rerun --sizes 30m --method "diloco(state=bf16)" --outer-state disk
+    ./scripts/bench sizes --rerun --sizes 300m --rounds 4 --inner-state 8bit --outer-state disk
     ./scripts/bench sizes --pieces 10000000,50000000     pieces of a round alone, in a minute
 
 A coordinator and peers run as people start them, on this machine and its CPUs. Memory is the peak
 of what they would take alone on their machines: memory that the processes of a peer share counts
 once, and pages of files, libraries above all, count whole although all processes here share them.
 It is given less that of the same process with the tiny model, divided by the parameters that it has
-more; a peer's figure is also given without its model, gradients and inner state, which are on the
-GPU of a peer that has one (16 bytes a parameter with AdamW). The system takes pages of files back
-if it needs them; "anon" is without them, and "file" they alone, each the largest of samples, so
-they need not add up to the peak. With `--ranks` each peer is so many processes, each with a copy of
-the model, as `--gpus` starts them.
+more; a peer's figure is also given without its model and inner state, and without gradients if it
+has them in a round, as `atoll plan` counts them: they are on the GPU of a peer that has one. The
+system takes pages of files back if it needs them; "anon" is without them, and "file" they alone,
+each the largest of samples, so they need not add up to the peak. With `--ranks` each peer is so
+many processes, each with a copy of the model, as `--gpus` starts them.
 
 With `--outer-state disk` the plan is compared with "anon" and the libraries' pages. `p2pd` is a
 process of its own. Seconds of phases are those that the peers report, means over the rounds after
@@ -72,7 +73,6 @@ SIZES: dict[str, dict[str, Any]] = {
 }
 TINY = "1m"
 START_S = 120.0  # until the invite is written
-INNER_BYTES = 16  # a parameter: model, gradients, AdamW's two moments
 CHECKPOINTS = 2  # of a run, and kept
 WARM_ROUNDS = 3  # the first rounds include imports, the first state and measurements of the line
 POLL_S = 0.1
@@ -164,7 +164,7 @@ def mapped_files(pid: int) -> dict[str, int]:
 
 def is_memory(path: str) -> bool:
     """Return whether a mapped file is memory that processes share."""
-    return path.startswith(("/memfd:", "/dev/shm/", "/SYSV"))
+    return path.startswith(("/memfd:", "/dev/shm/", "/dev/zero", "/SYSV"))
 
 
 def memory(pid: int, table: str) -> dict[str, int]:
@@ -217,16 +217,17 @@ class Measured:
 
 def spec_of(size: str, options: argparse.Namespace) -> RunSpec:
     """Return the run's spec."""
+    of_method = as_run(options.method, options.inner_steps)
+    inner = {"batch_size": 1, "warmup_steps": 2, "state": options.inner_state}
     told = {
         "run": {"name": "sizes", "rounds": options.rounds},
         "model": SIZES[size],
         "data": {"seq_len": 32},
-        "inner": {"batch_size": 1, "warmup_steps": 2},
         # The least that a log may take, so that a short run fills it.
         "round": {"min_peers": options.peers, "grace_s": 60.0, "stall_s": 10.0, "log_mb": 1},
         "coordinator": {"checkpoint_every": options.rounds // 2, "keep_checkpoints": CHECKPOINTS},
     }
-    return RunSpec.from_dict(told | as_run(options.method, options.inner_steps))
+    return RunSpec.from_dict(told | of_method | {"inner": inner | of_method["inner"]})
 
 
 class Processes:
@@ -388,13 +389,14 @@ def rows_of(measured: Measured, tiny: Measured) -> list[Facts]:
     for name, process in measured.processes.items():
         base, (memory_bytes, disk_bytes) = tiny.processes[name], measured.planned_bytes(name)
         peak = (process.peak_bytes - base.peak_bytes) / more
+        inner = 0 if name == "coordinator" else measured.planned.inner_memory / measured.params
         rows.append(
             common
             | {
                 "process": name,
                 "peak_mb": process.peak_bytes / 1e6,
                 "bytes_per_param": peak,
-                "beside_per_param": peak - (0 if name == "coordinator" else INNER_BYTES),
+                "beside_per_param": peak - inner,
                 "anonymous_per_param": (process.anonymous_bytes - base.anonymous_bytes) / more,
                 "file_per_param": (process.file_bytes - base.file_bytes) / more,
                 "p2pd_per_param": (process.p2pd_bytes - base.p2pd_bytes) / more,
@@ -569,6 +571,12 @@ def parser() -> argparse.ArgumentParser:
         default="memory",
         help="place of the outer state in all processes (default %(default)s)",
     )
+    add(
+        "--inner-state",
+        choices=("fp32", "8bit"),
+        default="fp32",
+        help="moments of AdamW; 8bit needs torchao (default %(default)s)",
+    )
     add("--peers", type=int, default=2, help="number of peers (default %(default)s)")
     add("--ranks", type=int, default=1, help="processes that train as one peer (default 1)")
     add("--rounds", type=int, default=12, help="rounds of a run (default %(default)s)")
@@ -607,6 +615,7 @@ def main() -> int:
         facts = circumstances() | {
             "method": options.method,
             "outer_state": options.outer_state,
+            "inner_state": options.inner_state,
             "peers": options.peers,
             "ranks": options.ranks,
             "rows": rows,

@@ -94,7 +94,9 @@ class DiLoCo(Worker):
     """
 
     def _delta(self, index: int, local_F: Tensor) -> Difference:
-        return Difference(self.fragments[index], self._held(index), local_F)
+        # A worker that waits keeps no copy of local.
+        spends = self.delay == 0
+        return Difference(self.fragments[index], self._held(index), local_F, spends=spends)
 
     def _follow(self, commit: Commit, new_F: Tensor, window: Window) -> None:
         """Move local by the two rules at the top of this module, parameter by parameter."""

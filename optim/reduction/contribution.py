@@ -379,7 +379,8 @@ class Feedback:
         Only the last of several offers can be settled.
 
         Args:
-            delta: pseudo-gradient, N values, fp32 on the CPU, or the `Difference` that computes it.
+            delta: pseudo-gradient, N values, fp32 on the CPU, or the `Difference` that computes it;
+                one that spends its memory is of no use afterwards.
             weight: weight that the peer expects its contribution to get.
 
         Raises:
@@ -396,7 +397,7 @@ class Feedback:
     def _offer(self, delta: Tensor | Difference, weight: float) -> Offer:
         frames, squares = [b""] * len(self.pieces), [0.0] * len(self.pieces)
         chosen: list[tuple[slice, TopK, Sparse]] = []
-        after_N = vectors.empty(self.numel) if self._keeps(weight) else None
+        after_N = self._room_after(delta) if self._keeps(weight) else None
         for batch, codec in self._batches:
             pieces, cut = self.pieces[batch], self._values(batch)
             if after_N is not None and self._goes_in_steps(codec, pieces[0]):
@@ -421,6 +422,16 @@ class Feedback:
             self._encode_chosen(some, weight, frames, squares, after_N)
         self._offered, self._credited = True, []
         return Offer(weight=weight, frames=tuple(frames), squares=tuple(squares), after_N=after_N)
+
+    def _room_after(self, delta: Tensor | Difference) -> Tensor:
+        """Return memory for the residual after an inclusion, maybe that of the contribution.
+
+        Not if a device encodes: when its memory is full, the CPU begins again.
+        """
+        spent_N = delta.spent_F if isinstance(delta, Difference) else None
+        if spent_N is None or self._device != CPU or spent_N.dtype != torch.float32:
+            return vectors.empty(self.numel)
+        return spent_N
 
     def _goes_in_steps(self, codec: Codec, dims: Dims) -> TypeGuard[Int8]:
         """Return whether pieces of this shape may take all passes while they are in cache."""

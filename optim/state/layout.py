@@ -871,10 +871,27 @@ class Difference:
     round need not write all of it to memory.
     """
 
-    def __init__(self, fragment: Fragment, a_F: Tensor, b_F: Tensor) -> None:
-        """Keep two vectors returned by `Fragment.cut`."""
+    def __init__(
+        self, fragment: Fragment, a_F: Tensor, b_F: Tensor, *, spends: bool = False
+    ) -> None:
+        """Keep two vectors returned by `Fragment.cut`.
+
+        Args:
+            fragment: whose order the difference has.
+            a_F: the minuend.
+            b_F: the subtrahend.
+            spends: whether nobody reads `b_F` afterwards, so that it may be overwritten.
+        """
         self._fragment = fragment
-        self.a_F, self.b_F = a_F, b_F
+        self.a_F, self.b_F, self.spends = a_F, b_F, spends
+
+    @property
+    def spent_F(self) -> Tensor | None:  # noqa: N802
+        """Return memory of F values that may be overwritten, each run after it was asked for.
+
+        None if there is none, or if its values lie in another order.
+        """
+        return self.b_F if self.spends and not self._fragment.tensors else None
 
     def __call__(self) -> Tensor:
         """Return all of it, as a new vector of F values."""

@@ -28,14 +28,15 @@ from functools import cache
 import torch
 from torch import nn
 
+from atoll.compression.sparse import SparseCodec
 from atoll.coordinator.run.spec import RunSpec
 from atoll.optim import methods
 from atoll.optim.log.entry import MAX_MEMBERS
 from atoll.optim.log.replica import cells_of
 from atoll.optim.methods.base import Method
-from atoll.optim.reduction.cells import LENGTH, Cells
+from atoll.optim.reduction.cells import LENGTH, SPARSE_AT_ONCE, Cells
 from atoll.optim.schedules import Timetable
-from atoll.optim.state.layout import Dims, Fragment, Layout, codec_of
+from atoll.optim.state.layout import AT_ONCE, Dims, Fragment, Layout, codec_of
 from atoll.peer.lab.work import timed
 from atoll.peer.training import models
 from atoll.peer.training.data import load as data
@@ -48,9 +49,10 @@ from atoll.peer.training.resources import Resources, Weights, memory_bytes, reso
 # Fitted constants; docs/benchmarks/plan.md describes the measurements and their errors.
 ROUND_TRIPS = 4.0  # the last report, the group, the results, the votes
 CPU_S_PER_GB = 6.2  # per peer, for the streams of a gigabyte sent and one received
-# Per peer, for one chunk's frames to its owner and back. Fitted to dense rounds; a sparse codec
-# batches its chunks, so this is too much for it.
+# Per peer, for one chunk's frames to its owner and back. Fitted to dense rounds; of a sparse codec
+# so many chunks share it.
 CPU_S_PER_CELL = 0.38e-3
+SPARSE_SHARE = SPARSE_AT_ONCE // AT_ONCE
 CPU_SHARE_PACED = 0.04  # of a processor while a link is full: pacing and measuring its rate
 CPU_S_PER_ROUND = 0.03  # per peer for any size: votes, entry, log
 WIRE_OVERHEAD = 1.011  # headers of TCP, libp2p and messages, with packets of 9,000 bytes
@@ -203,6 +205,15 @@ class FragmentSize:
             for one, (_, count) in zip(alone, self.chunks, strict=True)
         )
 
+    def num_turns(self) -> float:
+        """Return the number of chunks, those that travel together counted once."""
+        if not self.chunks:
+            return self.num_chunks
+        return sum(
+            count / (SPARSE_SHARE if isinstance(one.codec, SparseCodec) else 1)
+            for one, count in self.chunks
+        )
+
     def down_bytes(self, members: int) -> int:
         """Return the length of the body of an update, which comes back."""
         return sum(one.max_body_bytes(members) * count for one, count in self.chunks)
@@ -282,7 +293,7 @@ def cpu_s(method: Method, fragment: FragmentSize, sent: float, setting: Setting)
         return 0.0
     streams_s = (
         CPU_S_PER_ROUND
-        + CPU_S_PER_CELL * fragment.num_chunks
+        + CPU_S_PER_CELL * fragment.num_turns()
         + CPU_S_PER_GB * sent * WIRE_OVERHEAD / 1e9
         + CPU_SHARE_PACED * link_s(sent, setting)
     )

@@ -33,7 +33,7 @@ LEDGER_BODIES = 2  # of an entry that is applied, and of the next one that comes
 FP32 = 4  # bytes of a value
 # Measured with the smallest model, libraries included, which other processes may share. A peer's
 # network process takes 190 MB of it, as far as it shares nothing with the trainer's.
-PEER_PROCESS_BYTES = 780 * 10**6
+PEER_PROCESS_BYTES = 740 * 10**6
 LEDGER_PROCESS_BYTES = 400 * 10**6
 # Of each further process that trains as the same peer, whose libraries are shared, and of the one
 # that starts and watches them.
@@ -86,7 +86,8 @@ class Resources:
     peer_memory: int
     """Host memory of a peer that trains on its processor, in a round."""
     inner_memory: int
-    """Models, gradients and inner state in it: on the GPUs of a peer that has some."""
+    """Models and inner state in it, and gradients where they stay: on the GPUs of a peer that has
+    some."""
     step_memory: int
     """Host memory of a peer that trains on its processor, in an inner step with all sequences of a
     micro-batch."""
@@ -141,14 +142,19 @@ def resources(
     needed = KEPT_SNAPSHOTS * every * sum(bodies) // len(bodies)
     checkpoints = max(1, spec.coordinator.keep_checkpoints)
     on_gpu = step_of(spec, weights.layout, half=True)
-    of_ranks = ranks_bytes(weights, ranks=ranks, bodies=bodies)
+    of_ranks, whole = ranks_bytes(weights, ranks=ranks, bodies=bodies), inner_bytes(weights)
+    waiting = waiting_bytes(method, weights)
+    # A stage computes on in its rounds. Of several ranks, all still have gradients when their sum
+    # is largest, as measured.
+    inner = waiting if ranks == spec.topology.stages == 1 else ranks * whole
+    in_round, in_step = of_ranks + inner - waiting, of_ranks + (ranks - 1) * whole
     return Resources(
-        peer_memory=memory_bytes(method, weights, peers=peers, bodies=bodies) + of_ranks,
-        inner_memory=ranks * inner_bytes(weights),
-        step_memory=of_ranks
+        peer_memory=memory_bytes(method, weights, peers=peers, bodies=bodies) + in_round,
+        inner_memory=inner,
+        step_memory=in_step
         + step_bytes(spec, method, weights, peers=peers, bodies=bodies, ranks=ranks),
-        gpu_memory=inner_bytes(weights) + _activation_bytes(spec, on_gpu),
-        gpu_memory_least=inner_bytes(weights) + (0 if on_gpu is None else on_gpu.least.more_bytes),
+        gpu_memory=whole + _activation_bytes(spec, on_gpu),
+        gpu_memory_least=whole + (0 if on_gpu is None else on_gpu.least.more_bytes),
         peer_state=mapped_bytes(method, weights.layout),
         coordinator_memory=ledger_bytes(method, weights.layout, peers=peers, bodies=bodies),
         coordinator_state=state + _beside(method, weights.layout),
@@ -173,7 +179,8 @@ def memory_bytes(method: Method, weights: Weights, *, peers: int, bodies: Sequen
     """
     numel, state = weights.layout.numel, state_bytes(method, weights.layout)
     if method.reduction == "pairs":
-        return PEER_PROCESS_BYTES + inner_bytes(weights) + state + FP32 * MEETING_VECTORS * numel
+        vector_bytes = state + FP32 * MEETING_VECTORS * numel
+        return PEER_PROCESS_BYTES + waiting_bytes(method, weights) + vector_bytes
     vectors = 1.0 + method.window_vectors
     vectors += 2 + 1 / max(1, peers) if method.residual > 0 else 0
     vectors += 1 if method.rank else 0  # the input of the factors
@@ -181,19 +188,19 @@ def memory_bytes(method: Method, weights: Weights, *, peers: int, bodies: Sequen
     beside = _beside(method, weights.layout)
     frames = (peers if method.reduction == "gather" else PEER_BODIES) * sum(bodies)
     vector_bytes = round(FP32 * numel * vectors) + state + beside
-    return PEER_PROCESS_BYTES + inner_bytes(weights) + vector_bytes + frames
+    return PEER_PROCESS_BYTES + waiting_bytes(method, weights) + vector_bytes + frames
 
 
 def ranks_bytes(weights: Weights, *, ranks: int, bodies: Sequence[int]) -> int:
-    """Return what several processes on one machine take more than one, on the processor.
+    """Return what several processes on one machine take more than one, beside their models.
 
-    Each has model, gradients and inner state. All but the first one get their values of the common
-    parameters, while they still have the last ones, and the first one gets all frames.
+    All but the first one get their values of the common parameters, while they still have the last
+    ones, and the first one gets all frames.
     """
     if ranks == 1:
         return 0
     values, others = FP32 * weights.layout.numel, ranks - 1
-    processes = LAUNCHER_PROCESS_BYTES + others * (RANK_PROCESS_BYTES + inner_bytes(weights))
+    processes = LAUNCHER_PROCESS_BYTES + others * RANK_PROCESS_BYTES
     return processes + (2 * values * others + max(bodies) * others) // ranks + max(bodies)
 
 
@@ -247,6 +254,17 @@ def _beside(method: Method, layout: Layout) -> int:
 def _is_overwritten(method: Method) -> bool:
     """Return whether the next state takes the memory of the one before."""
     return method.moves_values_apart and not method.rank
+
+
+def waiting_bytes(method: Method, weights: Weights) -> int:
+    """Return the bytes of `inner_bytes` in a round: a peer that waits for it drops gradients."""
+    gradients = FP32 * weights.layout.numel
+    return inner_bytes(weights) - (gradients if _waits(method) else 0)
+
+
+def _waits(method: Method) -> bool:
+    """Return whether a peer computes nothing in the rounds that end its windows."""
+    return not method.every_step and not method.hidden_steps(1)
 
 
 def inner_bytes(weights: Weights) -> int:

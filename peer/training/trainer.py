@@ -41,6 +41,7 @@ from atoll.optim.methods.base import Method
 from atoll.optim.methods.worker import Worker, WorkerStatistics
 from atoll.optim.ranks import RanksError
 from atoll.optim.reducer import AS_PLANNED, Commit, Contribution, Course, Reducer, Settle
+from atoll.optim.state import vectors
 from atoll.optim.state.layout import Fragment, Layout, LayoutError
 from atoll.optim.state.places import Places
 from atoll.peer.errors import SavedStateError
@@ -190,7 +191,9 @@ class Trainer:
         self.timetable = spec.timetable(len(method.fragments(Layout.of(model))))
         self._stream = self._opened_stream()
         self.learner = self._learner_of(model, method)
-        self._reducer = WatchedReducer(reducer, self._committed, beside=self._beside())
+        self._reducer = WatchedReducer(
+            reducer, self._committed, beside=self._beside(), make_room=self._make_room
+        )
         at = self.options.position
         self._progress = TrainerCounters(position=at, seen_position=at)
         self._recent: deque[tuple[float, int]] = deque(maxlen=RATE_STEPS + 1)
@@ -746,6 +749,13 @@ class Trainer:
         if commit.included is not None:
             self._progress.dropped_in_a_row = 0
 
+    def _make_room(self) -> None:
+        """Drop what a step took before this peer waits for a round, which takes the most memory."""
+        waits = self.worker.delay == 0 and self.worker.inner_steps > 1
+        if waits and isinstance(self.learner, Learner):  # a stage computes on meanwhile
+            self.learner.clear()
+            vectors.trim(self.worker.layout.numel)
+
     def _announce_window_end(self) -> None:
         last = self.worker.steps_left == 1
         self._publish(phase=TrainerPhase.REDUCING if last else TrainerPhase.TRAINING)
@@ -864,6 +874,7 @@ class WatchedReducer:
         on_commit: Callable[[Commit], None],
         *,
         beside: BesideWaits | None = None,
+        make_room: Callable[[], None] = lambda: None,
     ) -> None:
         """Wrap a reducer.
 
@@ -871,8 +882,9 @@ class WatchedReducer:
             inner: the reducer of the run.
             on_commit: called with each commit, before the method receives it.
             beside: what is done meanwhile by the thread that waits.
+            make_room: called before a contribution is handed in.
         """
-        self._beside = beside
+        self._beside, self._make_room = beside, make_room
         self._fragments: set[int] = set()
         self._inner, self._on_commit = inner, on_commit
         self._settle: Settle | None = None
@@ -923,6 +935,7 @@ class WatchedReducer:
     def submit(self, contribution: Contribution) -> None:
         """Submit a contribution and count it as unsettled."""
         self._fragments.add(contribution.fragment)
+        self._make_room()
         self._inner.submit(contribution)
 
     def wait(self) -> None:

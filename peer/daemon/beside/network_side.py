@@ -348,10 +348,13 @@ class NetworkSide:
     def _start(self, layout: str) -> Tensor:
         return self.reducer.start(Layout.from_json(layout), torch.empty(0), self._commits.append)
 
-    def _submit(self, fields: Mapping[str, Any], a_F: Tensor, b_F: Tensor | None) -> None:
+    def _submit(
+        self, fields: Mapping[str, Any], a_F: Tensor, b_F: Tensor | None, spends: bool
+    ) -> None:
         delta: Any = a_F
         if b_F is not None:
-            delta = Difference(self.reducer.fragments[fields["fragment"]], a_F, b_F)
+            fragment = self.reducer.fragments[fields["fragment"]]
+            delta = Difference(fragment, a_F, b_F, spends=spends)
         self.reducer.submit(Contribution(delta=delta, **fields))
 
     def _encode_on(self, device: str) -> None:

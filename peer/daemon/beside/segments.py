@@ -6,7 +6,8 @@ process that maps it, however that one ends: nothing is left in /dev/shm.
 
 Long vectors lie in segments (`use_for_vectors`), so to lend one costs a message, not a copy. The
 lender keeps a reference until the other side has dropped its last one, and says so with its next
-message; then the memory is used again, as within one process. What is lent is read only.
+message; then the memory is used again, as within one process. What is lent is read only, but for a
+contribution that is spent (`atoll.optim.state.layout.Difference`).
 """
 
 from __future__ import annotations

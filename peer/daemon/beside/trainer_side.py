@@ -49,6 +49,7 @@ from atoll.optim.reducer import (
     Settle,
 )
 from atoll.optim.schedules import Timetable, WindowEnd
+from atoll.optim.state import vectors
 from atoll.optim.state.layout import Difference, Fragment, Layout
 from atoll.peer.daemon.beside.channel import Channel, ChannelClosed
 from atoll.peer.daemon.beside.segments import use_for_vectors
@@ -424,6 +425,9 @@ class SeatReducer(Reducer):
         self._settle: Settle | None = None
         self._residuals: Sequence[Residual] = ()
         """Kept by ranks; else the network process keeps them."""
+        hides = self.method.hidden_steps(self.spec.outer.inner_steps) > 0
+        if not hides and not self.method.every_step:
+            vectors.keep_none()
 
     @property
     def position(self) -> int:
@@ -473,9 +477,9 @@ class SeatReducer(Reducer):
         fields, delta = vars(contribution).copy(), contribution.delta
         del fields["delta"]
         if isinstance(delta, Difference):
-            self._ask("submit", fields, delta.a_F, delta.b_F)
+            self._ask("submit", fields, delta.a_F, delta.b_F, delta.spends)
         else:
-            self._ask("submit", fields, delta, None)
+            self._ask("submit", fields, delta, None, False)
 
     def wait(self) -> None:
         """Deliver what is decided, until the contribution that is due is; see `Reducer`.

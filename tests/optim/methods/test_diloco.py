@@ -209,6 +209,22 @@ def test_at_most_one_contribution_is_unsettled_and_the_window_grows():
     assert method.step_in_window == 0
 
 
+def test_only_a_worker_that_waits_hands_in_memory_that_may_be_overwritten():
+    for delay in (0, 1):
+        method, reducer = scripted()
+        method.resize(2, delay=delay)
+        for seed in (1, 2):
+            train_step(method, seed)
+        (contribution,) = reducer.submitted
+        delta, pending = contribution.delta, method._windows[0].pending
+        assert delta.spends is (delay == 0)
+        assert pending is not None
+        if delay:
+            assert pending.local_N is delta.b_F
+        else:
+            assert pending.local_N is not delta.b_F
+
+
 def test_earlier_entry_moves_local_and_leaves_the_contribution_pending():
     method, reducer = scripted()
     start_N = local(method)

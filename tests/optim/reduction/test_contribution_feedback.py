@@ -7,7 +7,15 @@ from torch import Tensor
 from atoll.compression import parse
 from atoll.optim.reduction.cells import Cells, body_of, sums_of_squares
 from atoll.optim.reduction.contribution import Feedback
-from atoll.optim.state.layout import CELL, Difference, Fragment, grid, piece_slices
+from atoll.optim.state.layout import (
+    CELL,
+    Difference,
+    Fragment,
+    Layout,
+    grid,
+    piece_slices,
+    tiled,
+)
 
 NUM_CELLS = 3
 N = 2 * CELL + 1_000
@@ -209,6 +217,32 @@ def test_int8_in_steps_gives_the_bits_of_cells_one_by_one(size, threads):
     squares = [float(d.double().square().sum()) for d in sent]
     assert offer.squares == same.squares == pytest.approx(squares, rel=1e-6, abs=0.0)
     assert torch.equal(feedback.mass_N, mass_N)
+
+
+@pytest.mark.parametrize("spec", ["int8", "int4", "topk+2bit", "sign"])
+def test_a_contribution_that_is_spent_makes_room_for_the_residual(spec):
+    codec, numel = parse(spec), 20 * CELL + 500
+    fragment = Fragment(spans=((0, numel),), pieces=grid(numel))
+    mass_N, a_N, b_N = torch.randn(3, numel, generator=torch.Generator().manual_seed(6))
+    feedback = Feedback(numel, codec, beta=0.5)
+    feedback.mass_N.copy_(mass_N)
+    kept = feedback.offer(Difference(fragment, a_N, b_N), 3.0)
+    spent_N = b_N.clone()
+    spent = feedback.offer(Difference(fragment, a_N, spent_N, spends=True), 3.0)
+    assert (spent.frames, spent.squares) == (kept.frames, kept.squares)
+    assert torch.equal(spent.after_N, kept.after_N)
+    assert spent.after_N.data_ptr() == spent_N.data_ptr()
+    assert torch.equal(feedback.mass_N, mass_N)
+
+
+def test_a_contribution_in_the_order_of_tiles_is_not_overwritten():
+    fragment = tiled(Layout(names=("w",), shapes=((128, 192),)))
+    a_N, b_N = torch.randn(2, fragment.numel)
+    before_N = b_N.clone()
+    feedback = Feedback(fragment.numel, parse("int8"), pieces=fragment.pieces)
+    offer = feedback.offer(Difference(fragment, a_N, b_N, spends=True), 1.0)
+    assert offer.after_N is not None
+    assert torch.equal(b_N, before_N)
 
 
 @pytest.mark.parametrize("spec", ["topk+2bit", "topk(k=5)+fp32", "randk(scaled=False)", "sign"])

@@ -2,12 +2,19 @@ import gc
 import weakref
 
 import numpy as np
+import pytest
 import torch
 
 from atoll.optim.state import vectors
 
 N = vectors.LONG + 3
 N_LONG = 2 * vectors.LONG
+
+
+@pytest.fixture(autouse=True)
+def _keeping(monkeypatch):
+    """Whatever other tests of this process have chosen."""
+    monkeypatch.setattr(vectors, "_keeps", True)
 
 
 def address(numel: int) -> int:
@@ -40,6 +47,19 @@ def test_spare_memory_is_bounded_in_bytes(monkeypatch):
         del held
         longest = max(numel, vectors._longest)
         assert 0 < vectors.spare_bytes() <= vectors.SPARE * 4 * longest
+
+
+def test_a_process_that_keeps_none_gives_memory_back_at_once(monkeypatch):
+    for name, value in (("_spare", {}), ("_longest", 0)):
+        monkeypatch.setattr(vectors, name, value)
+    held = vectors.empty(N)
+    del held
+    assert vectors.spare_bytes() > 0
+    held = [vectors.empty(N), vectors.empty(3 * N)]
+    vectors.keep_none()
+    assert vectors.spare_bytes() == 0
+    del held
+    assert vectors.spare_bytes() == 0
 
 
 def test_the_length_that_nobody_asks_for_goes_back_to_the_system(monkeypatch):

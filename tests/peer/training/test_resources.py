@@ -8,6 +8,7 @@ from atoll.optim import methods
 from atoll.optim.inprocess.gossip import Side, meet
 from atoll.optim.state.layout import Layout
 from atoll.optim.state.outer_state import OuterState
+from atoll.peer.daemon.consent import needs_of
 from atoll.peer.lab.plan import PlanError, bare_model, needed
 from atoll.peer.training.resources import (
     LAUNCHER_PROCESS_BYTES,
@@ -33,7 +34,7 @@ def test_a_meeting_takes_as_many_vectors_as_it_is_said_to():
     spec = RunSpec.from_dict({"outer": {"method": "noloco"}, "model": {"preset": "30m"}})
     model = bare_model(spec)
     beside = needed(spec, model, 2).peer_memory - PEER_PROCESS_BYTES
-    assert beside == (16 + 8 + 4 * MEETING_VECTORS) * Layout.of(model).numel
+    assert beside == (12 + 8 + 4 * MEETING_VECTORS) * Layout.of(model).numel
 
 
 @pytest.mark.parametrize("ranks", [2, 8])
@@ -42,16 +43,26 @@ def test_each_further_rank_has_a_model_of_its_own(ranks):
     model = bare_model(spec)
     numel, more = Layout.of(model).numel, ranks - 1
     one, several = (needed(spec, model, 2, ranks=each) for each in (1, ranks))
-    processes = LAUNCHER_PROCESS_BYTES + more * (RANK_PROCESS_BYTES + 16 * numel)
+    models = 16 * ranks - 12  # all have their gradients when they take the most
+    processes = LAUNCHER_PROCESS_BYTES + more * RANK_PROCESS_BYTES + models * numel
     rest = several.peer_memory - one.peer_memory - processes
     # own values twice on all but one, and the frames of all at the first and once more
     assert rest == pytest.approx((8 * more / ranks + more / ranks + 1) * numel, rel=0.05)
-    assert several.inner_memory == ranks * one.inner_memory
+    assert (one.inner_memory, several.inner_memory) == (12 * numel, 16 * ranks * numel)
     on_host = several.host_memory(on_gpu=True) - one.host_memory(on_gpu=True)
     assert on_host < processes
     assert several.step_memory > one.step_memory + more * 16 * numel
     assert several.gpu_memory == one.gpu_memory
     assert several.coordinator_memory == one.coordinator_memory
+
+
+def test_a_stage_keeps_its_gradients_in_a_round():
+    layout = Layout.of(bare_model(RunSpec.from_dict({"model": {"preset": "30m"}})))
+    dense = RunSpec.from_dict({})
+    stages = RunSpec.from_dict({"topology": {"stages": 2}})
+    one, stage = (needs_of(spec, layout) for spec in (dense, stages))
+    assert stage.inner_memory - one.inner_memory == 4 * layout.numel
+    assert stage.peer_memory - one.peer_memory >= 4 * layout.numel
 
 
 def test_no_rank_is_refused():

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from atoll.coordinator.run.spec import RunSpec
-from atoll.optim.inprocess.rounds import InProcessGroup
+from atoll.optim.inprocess.rounds import InProcessGroup, in_process
 from atoll.optim.reducer import Commit
 from atoll.optim.state.layout import whole
 from atoll.peer.daemon import process
@@ -488,6 +488,22 @@ def test_the_phase_says_when_a_round_is_on(corpus):
     reducer.submit = lambda c: (phases.append(trainer.statistics().phase), submit(c))
     trainer.run()
     assert phases == ["reducing"] * 6
+
+
+@pytest.mark.parametrize("method", ["diloco", "diloco(tau=2)"])
+def test_a_peer_that_waits_for_rounds_has_no_gradients_in_them(corpus, method):
+    spec = make_spec(run={"rounds": 3}, outer={"method": method})
+    reducer, held = in_process(1, spec.method()).member(0), []
+    submit, trainer = reducer.submit, make(corpus, spec, reducer)
+
+    def look(contribution):
+        held.append([param.grad is not None for param in trainer.learner.model.parameters()])
+        submit(contribution)
+
+    reducer.submit = look
+    trainer.run()
+    assert len(held) >= 3
+    assert all(map(all, held)) if method != "diloco" else not any(map(any, held))
 
 
 def test_validation_is_measured_at_its_positions(corpus):

@@ -157,7 +157,7 @@ def test_a_status_is_printed_without_escapes():
 @pytest.mark.parametrize("round_number", [None, 1])
 def test_rounds_are_printed_without_escapes(monkeypatch, capsys, round_number):
     monkeypatch.setattr(rounds_command, "look", lambda invite: run_status())
-    monkeypatch.setattr(rounds_command, "read_invite", str)
+    monkeypatch.setattr(rounds_command, "read_run", str)
     args = types.SimpleNamespace(invite="", last=None, json=False, stage="", round=round_number)
     assert rounds_command.run(args) == 0
     assert_harmless(capsys.readouterr().out)
@@ -166,7 +166,7 @@ def test_rounds_are_printed_without_escapes(monkeypatch, capsys, round_number):
 @pytest.mark.parametrize("command", [status_command, rounds_command])
 def test_json_of_a_run_is_ascii(monkeypatch, capsys, command):
     monkeypatch.setattr(command, "look", lambda invite: run_status())
-    monkeypatch.setattr(command, "read_invite", str)
+    monkeypatch.setattr(command, "read_run", str)
     args = types.SimpleNamespace(invite="", last=None, json=True, stage="", round=None)
     assert command.run(args) == 0
     out = capsys.readouterr().out

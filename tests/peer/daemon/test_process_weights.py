@@ -58,8 +58,8 @@ def test_the_owner_is_told_of_the_weights(kit, base):
     adapted = request_of(run_of(kit, folder, lora={"rank": 2}), layout).lines
     assert any("only adapters of rank 2 are trained, on your copy" in line for line in adapted)
     told = [next(each for each in lines if "memory: " in each) for lines in (plain, adapted)]
-    assert told[0].startswith("memory: about 824 MB")
-    assert told[1].startswith("memory: about 855 MB")
+    assert told[0].startswith("memory: about 780 MB")
+    assert told[1].startswith("memory: about 811 MB")
 
 
 def test_a_peer_without_the_weights_beneath_adapters_is_refused(organise, kit, start, base):

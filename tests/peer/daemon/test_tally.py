@@ -88,7 +88,7 @@ def test_what_a_peer_joins_is_one_line():
     line = joined_run(spec, Layout(names=("w",), shapes=((934_848,),)), 150)
     assert line.startswith("run big: nano with 935k parameters, diloco of 30 steps")
     assert "50 of 200 rounds left" in line
-    assert line.endswith("needs about 819 MB of memory and 557 MB of disk")
+    assert line.endswith("needs about 776 MB of memory and 557 MB of disk")
 
 
 def test_what_a_peer_of_a_pipeline_joins_is_its_stage():

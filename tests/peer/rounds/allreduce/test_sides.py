@@ -39,7 +39,7 @@ class State:
             compute=inline,
             conduct=self.conduct,
             lags=Conduct(),
-            rule=None,
+            rule_in_force=None,
             fault=lambda peer, why: self.faults.append((peer, why)),
         )
         members = [SimpleNamespace(peer_id=peer, weight=1.0) for peer in PEERS]

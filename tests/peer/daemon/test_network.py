@@ -103,7 +103,9 @@ def test_two_loops_by_gossip_end_all_rounds(organiser, tmp_path):
         loop.join(90)
         assert not loop.is_alive()
     assert [loop.position for loop in loops] == [ROUNDS, ROUNDS]
-    assert all(loop.losses[-1] < loop.losses[0] < 6 for loop in loops)
+    # Who meets whom depends on time: a single step's loss right after a mix may be above the first.
+    halves = [(loop.losses[: len(loop.losses) // 2], loop.losses) for loop in loops]
+    assert all(min(losses) < first[0] < 6 and min(losses) < min(first) for first, losses in halves)
 
 
 IMAGES = """

@@ -48,11 +48,6 @@ class PastRun:
     """All of them, oldest first; those of the last stage of a pipeline."""
 
 
-def is_recorded(path: Path) -> bool:
-    """Return whether a path is the state directory of a coordinator."""
-    return (path / KEYS_FILE).is_file() and (path / "spec.json").is_file()
-
-
 def read(state_dir: Path, *, module: str = "", newest: int = MAX_ROUNDS) -> PastRun:
     """Read the status and the newest rounds of a run.
 
@@ -64,7 +59,7 @@ def read(state_dir: Path, *, module: str = "", newest: int = MAX_ROUNDS) -> Past
     Raises:
         NoRecord: the folder is no coordinator's, or is damaged.
     """
-    if not is_recorded(state_dir):
+    if not all((state_dir / name).is_file() for name in (KEYS_FILE, "spec.json")):
         raise NoRecord(
             f"{state_dir}: expected the state directory of a coordinator, which has {KEYS_FILE} "
             "and spec.json; pass the one that `atoll coordinator` printed at its start"
@@ -87,6 +82,8 @@ def _read(state_dir: Path, spec: RunSpec, module: str, newest: int) -> PastRun:
         peers, events = history.peers(), history.events(EVENTS)
     with closing(_history(state_dir, spec.modules[-1])) as history:
         tokens = history.tokens_total()
+    if not spec.method().logged and rounds:  # peers of a gossip run report them; no log decides
+        heads = {name: replace(head, position=rounds[-1].position) for name, head in heads.items()}
     last = heads[spec.modules[-1]]
     times = [last.started_s or 0.0, *(r.at for r in rounds[-1:]), *(e.at for e in events)]
     standings = [head.standing(spec, name) for name, head in heads.items()]

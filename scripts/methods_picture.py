@@ -8,7 +8,7 @@ import pictures
 from matplotlib.axes import Axes
 from pictures import Point
 
-from atoll.peer.lab.plotting import FAINT
+from atoll.coordinator.report.pictures import FAINT
 
 COLORS = {
     "ddp": "#1b2a33",

@@ -10,7 +10,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.transforms import Bbox, BboxBase
 
-from atoll.peer.lab.plotting import FAINT, GRID, INK
+from atoll.coordinator.report.pictures import FAINT, GRID, INK
 
 DPI = 130
 HALF_POINT = 5.0  # pixels around a point that no name may cover

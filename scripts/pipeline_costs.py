@@ -1,4 +1,4 @@
-"""What options of a pipeline cost its throughput, for `bench_pipeline.py`: `exact` and `--serve`.
+"""Measure what `exact` and `--serve` cost a pipeline's throughput, for `bench_pipeline.py`.
 
 `exact` is measured on hosts whose trainers mostly wait (`pipeline_lab.py`), first undisturbed, and
 then with kills of peers of the middle stage, after which microbatches may count at two peers.

@@ -20,7 +20,7 @@ _log = logging.getLogger(__name__)
 
 
 class Kernels(Protocol):
-    """What `triton_kernels` has: whole tiles of a `BlockCodec`, and any number of `bf16`."""
+    """Encodes and decodes on a GPU: whole tiles of a `BlockCodec`, and any number of `bf16`."""
 
     def takes(self, name: str, block: int) -> bool:
         """Return whether there are kernels for a codec with blocks of this size."""
@@ -50,7 +50,9 @@ class Kernels(Protocol):
 
 def kernels(device: torch.device) -> Kernels | None:
     """Return the kernels for a device; None if there are none, or if they do not work there."""
-    return _kernels(device) if device.type == "cuda" else None
+    if device.type != "cuda" or torch.version.hip:  # AMD's, which nobody has tried
+        return None
+    return _kernels(device)
 
 
 @cache

@@ -1,4 +1,4 @@
-"""What is plotted of a run: a few curves over its rounds, with few enough points to draw."""
+"""Choose what is plotted of a run: a few curves, with few enough points to draw."""
 
 from __future__ import annotations
 

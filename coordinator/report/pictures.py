@@ -10,7 +10,7 @@ from matplotlib.ticker import EngFormatter
 
 from atoll.coordinator.report.curves import Curve
 
-INK, FAINT, GRID = "#1b2a33", "#7d8b93", "#e6ebee"
+INK, FAINT, GRID = "#1b2a33", "#7d8b93", "#e6ebee"  # of all plots
 COLORS = ("#0b7285", "#e8590c")
 
 

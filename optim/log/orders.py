@@ -197,7 +197,7 @@ def sign_order(order: Order, sign: Callable[[bytes], bytes]) -> bytes:
 
 
 class RunSettings(Record):
-    """What orders up to a position have changed; None stands for the spec's number."""
+    """Hold what orders up to a position have changed; None stands for what the spec says."""
 
     number: Count = 0
     """of the newest order"""

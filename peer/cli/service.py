@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from atoll.peer.cli import Subparsers, new_parser, print_json
+from atoll.peer.cli.coordinator import write_invite
 from atoll.peer.cli.watching import read_invite
 from atoll.peer.services import ServiceError, Systemd, UserService, manager
 
@@ -137,10 +138,7 @@ def _keep_invite(invite: str, name: str) -> None:
     if path != _invite_file(name):
         return
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
-    with open(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
-        file.write(invite + "\n")
-    partial.replace(path)
+    write_invite(path, invite)
 
 
 def _invite_file(name: str) -> Path:

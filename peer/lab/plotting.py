@@ -14,10 +14,11 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
+from atoll.coordinator.report.pictures import FAINT, GRID, INK
+
 Points = Sequence[tuple[float, float]]
 """Pairs of the position of the log and the loss in nats per token."""
 
-INK, FAINT, GRID = "#1b2a33", "#7d8b93", "#e6ebee"
 RUN, VALID = "#0b7285", "#e8590c"
 PEERS = ("#66b3c1", "#8fbf8f", "#c3a6d8", "#d8b98a", "#9db4d6", "#d9a0a8", "#b6c48a", "#a9a9b8")
 COMPARED = ("#5c4b8a", "#9a8c7a", "#4a7a59")

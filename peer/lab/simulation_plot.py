@@ -7,7 +7,8 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from atoll.peer.lab.plotting import COMPARED, FAINT, GRID, INK, PEERS, RUN, VALID
+from atoll.coordinator.report.pictures import FAINT, GRID, INK
+from atoll.peer.lab.plotting import COMPARED, PEERS, RUN, VALID
 from atoll.peer.lab.simulate import Result
 from atoll.peer.lab.simulation_report import RATES_MBIT_S, Network, short_spec, wall_s
 from atoll.peer.lab.simulation_settings import Settings

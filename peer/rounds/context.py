@@ -391,7 +391,7 @@ class Context(PeerContext):
 
     @property
     def rule_in_force(self) -> Rule | None:
-        """How owners reduce a cell, by the orders up to the head; None: the weighted mean."""
+        """Return the rule for a cell by the orders up to the head; None for the weighted mean."""
         reducer = self.replica.settings.reducer
         return self.rule if reducer is None else rule_of(reducer)
 

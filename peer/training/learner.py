@@ -6,10 +6,8 @@ the lab uses it alone.
 # B sequences, T positions, N parameters
 """
 
-import itertools
 import logging
 import math
-import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -321,11 +319,11 @@ def _put_back(model: nn.Module) -> Iterator[None]:
         yield
     finally:
         with torch.no_grad():
-            whole = [value.is_contiguous() for value in held]
             pairs = list(zip(values, held, strict=True))
-            staging.to_device(itertools.compress(pairs, whole))
-            for before, value in itertools.compress(pairs, map(operator.not_, whole)):
-                value.copy_(before)
+            staging.to_device(pair for pair in pairs if pair[1].is_contiguous())
+            for before, value in pairs:
+                if not value.is_contiguous():
+                    value.copy_(before)
         for module, training in modes:
             module.training = training
 

@@ -6,20 +6,16 @@ import pytest
 
 from atoll.coordinator import recorded
 from atoll.coordinator.history import History
-from support.organiser import Organiser, tiny_spec
-from support.status import make_events, make_peer, make_round
+from support.organiser import end_a_run, tiny_spec
+from support.status import make_events, make_peer
 
 
 @pytest.fixture(scope="module")
 def state_dir(tmp_path_factory):
     """The directory of a coordinator that has ended, with rounds that it learned of."""
     path = tmp_path_factory.mktemp("ended") / "state"
-    organiser = Organiser(tiny_spec(), path)
-    organiser.start()
-    organiser.stop()
+    end_a_run(path, tiny_spec(), rounds=600)
     with closing(History(path / "history.db")) as history:
-        for position in range(1, 601):
-            history.put_round(make_round(position, num_peers=3, left_out=[]))
         for event in make_events(26, 3):
             history.add_event(event)
         history.put_peers([make_peer(i, position=600) for i in range(3)])
@@ -49,6 +45,13 @@ def test_all_rounds_are_read_and_the_status_holds_the_newest(state_dir):
 
 def test_tokens_count_the_rounds_that_were_not_read(state_dir):
     assert recorded.read(state_dir, newest=5).status.tokens_total == 600 * 3 * 61_440
+
+
+def test_a_run_by_gossip_is_as_far_as_its_peers_reported(tmp_path):
+    spec = tiny_spec(outer={"method": "noloco"}, run={"rounds": 4})
+    end_a_run(tmp_path / "state", spec, rounds=4)
+    status = recorded.read(tmp_path / "state").status
+    assert (status.position, status.state) == (4, "finished")
 
 
 def test_a_folder_that_is_no_coordinators_is_refused(tmp_path):

@@ -3,9 +3,12 @@
 import asyncio
 import threading
 import time
+from contextlib import closing
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 
+from atoll.coordinator.history import History
 from atoll.coordinator.run.spec import RunSpec
 from atoll.coordinator.run.status import RunStatus
 from atoll.coordinator.service.server import running
@@ -15,6 +18,7 @@ from atoll.peer.daemon.reach.bootstrap import BootstrapNode
 from atoll.peer.training import opening
 from atoll.peer.training.digests import read_tokenizer
 from atoll.peer.training.permission import Allowed
+from support.status import make_round
 
 LOOPBACK = ("/ip4/127.0.0.1/tcp/0",)
 DEADLINE_S = 60.0
@@ -95,6 +99,16 @@ class Organiser:
             self.invite = self.up.invite
             ready.set()
             await self._stop.wait()
+
+
+def end_a_run(path: Path, spec: RunSpec, *, rounds: int) -> None:
+    """Leave the directory of a coordinator that has ended and knows of so many rounds."""
+    organiser = Organiser(spec, path)
+    organiser.start()
+    organiser.stop()
+    with closing(History(path / "history.db")) as history:
+        for position in range(1, rounds + 1):
+            history.put_round(make_round(position, num_peers=3, left_out=[]))
 
 
 def stand_on_one_log(organiser: Organiser, names=None) -> bool:

@@ -1,4 +1,4 @@
-"""What orders must have changed at each place of a log, by another formula than the log's.
+"""Check what orders changed at each place of a log, by another formula than the log's.
 
 Everybody has the settings of its chain, so all switch at the same position; nothing but orders
 follows a pause, and nothing the last round; updates have the rates that were ordered; an evicted

@@ -613,7 +613,7 @@ class World:
 
     @property
     def is_logged(self) -> bool:
-        """Whether the run has a log."""
+        """Return whether the run has a log."""
         return self.spec.method().reduction != "pairs"
 
     def _standing(self) -> str:

@@ -1,26 +1,18 @@
 """`atoll report`, and a coordinator's directory in the place of an invite."""
 
 import json
-from contextlib import closing
 from pathlib import Path
 
 import pytest
 
-from atoll.coordinator.history import History
-from support.organiser import Organiser, tiny_spec
-from support.status import make_round
+from support.organiser import end_a_run, tiny_spec
 
 
 @pytest.fixture(scope="module")
 def ended(tmp_path_factory):
     """The state directory of a coordinator that has ended."""
     path = tmp_path_factory.mktemp("ended") / "state"
-    organiser = Organiser(tiny_spec(), path)
-    organiser.start()
-    organiser.stop()
-    with closing(History(path / "history.db")) as history:
-        for position in range(1, 6):
-            history.put_round(make_round(position, num_peers=3, left_out=[]))
+    end_a_run(path, tiny_spec(), rounds=5)
     return path
 
 

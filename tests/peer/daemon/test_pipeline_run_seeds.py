@@ -34,7 +34,7 @@ def test_a_pipeline_keeps_its_rules_whatever_happens(seed, tmp_path):
 
 
 def run_with_orders(seed, folder):
-    """What was broken in the run of a seed with orders, and the places of orders by log."""
+    """Return what was broken in the run of a seed with orders, and the places of orders by log."""
     torch.set_num_threads(1)
     control = {}
 

@@ -64,6 +64,7 @@ PRIVATE_ANNOUNCED = (
     "this one; announce a public address, or leave --announce out to be reached through relays"
 )
 LEFT_S = 60.0  # a network process without a trainer ends within 50 s
+NOTED_S = 3.0  # in which a network process notes that its trainer was killed, on a busy machine
 LEFT_POLL_S = 0.2
 GOODBYE_S = 5.0  # for each step of leaving; what does not answer by then is left behind
 
@@ -378,17 +379,17 @@ async def _own_directory(
     Raises:
         StateDirectoryError: it is in use, or of another run.
     """
-    end_s = math.inf
+    refused_s, left_s = time.monotonic() + NOTED_S, math.inf
     while True:
         try:
             return StateDirectory(paths, invite.run_id)
         except StateDirectoryInUse:
-            now_s = time.monotonic()
-            if not is_being_left(paths) or now_s > end_s:
+            is_left, now_s = is_being_left(paths), time.monotonic()
+            if now_s > (left_s if is_left else refused_s):
                 raise
-            if end_s == math.inf:
+            if is_left and left_s == math.inf:
                 show("info", "this peer was killed, and its network process still leaves the run")
-            end_s = min(end_s, now_s + LEFT_S)
+                left_s = now_s + LEFT_S
             await asyncio.sleep(LEFT_POLL_S)
 
 

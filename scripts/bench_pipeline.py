@@ -69,7 +69,7 @@ MARKS = ("<!-- rows of pipeline.json -->", "<!-- end of rows -->")
 # docs/benchmarks/pipeline.md states what each of these is about.
 RATIO, UNEQUAL, LIVING, LOSS = 0.85, 0.9, 0.9, 0.02
 SETTLE_S, MEASURE_S = 8.0, 20.0
-RELINK_S = 16.0  # until the peers have found that their links became faster
+RELINK_S = 30.0  # until the peers have found that their links became faster
 RARE = 100_000  # steps of a window: no round while throughput is measured
 # From slow to fast, as peers are given up by how long returns usually take.
 LINKS = [(mbit, rtt) for mbit in (10.0, 25.0, 100.0) for rtt in (50.0, 5.0)]

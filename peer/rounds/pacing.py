@@ -51,13 +51,19 @@ KEPT_ROUND_TRIPS = 8  # of a peer, of which the least counts: routes change
 # (256 KiB), so that a low estimate can still rise.
 MIN_IN_FLIGHT_BYTES = 1 << 18
 # Passes of a pipeline flow without an end, so their rate is read all the time.
-FLOW_S = 2.0  # of a reading: long enough that bursts of confirmations make a few percent
+FLOW_S = 4.0  # of a reading: long enough that bursts of confirmations make a few percent
 FLOW_SHARE = 0.95  # of what was found: full queues drop packets, and each connection slows down
-# One reading in so many probes for more, since a pace shows no more than itself: in 2 s its queue
-# grows by 0.2 s at most. Of probes that the link did not carry the median of three counts: a busy
-# machine takes confirmations in bursts.
-PROBE_EVERY, PROBE_GAIN, KEPT_PROBES = 4, 0.1, 3
-MAX_PROBE_GAIN = 1.0  # while one probe after the other is carried, as the link became faster
+# Of so many readings the second highest counts. Where receivers' links hold passes up, readings lie
+# below what the uplink carries, a third of it at times, and a pace that follows them is what then
+# holds the passes up. Not the highest: a busy machine takes confirmations in bursts.
+KEPT_READINGS, LEAST_READINGS = 8, 2
+BUSY_SHARE = 0.9  # of a reading's samples: less shows what there was to send
+# One reading in so many probes for more, since a pace shows no more than itself: its queue grows by
+# a quarter of a second at most.
+PROBE_EVERY, PROBE_GAIN = 4, 0.06
+CARRIED_SHARE = 0.97  # of what a probe offered; a link that is no faster gives 0.94 of it
+# While one probe after the other is carried, as the link became faster; they are shorter.
+PROBE_GROWTH, MAX_PROBE_GAIN = 2.0, 1.0
 LOST_SHARE = 0.02  # of what is unconfirmed, a reading: what was sent to the dead never is
 # Of what is unconfirmed, in a round trip and the time of a queue. If less comes, the rest is lost:
 # 256 KiB on a link of 1 Mbit/s are confirmed twice as fast.
@@ -116,6 +122,10 @@ def saturated_mbit_s(
     if grown[-1].delivered - first.delivered < READ_BYTES:
         return None
     return (grown[-1].delivered - first.delivered) * BITS / (grown[-1].at_s - first.at_s)
+
+
+def _mean_mbit_s(samples: Sequence[Sample]) -> float:
+    return (samples[-1].delivered - samples[0].delivered) * BITS / _span_s(samples)
 
 
 def busy_runs(samples: Sequence[Sample]) -> list[list[Sample]]:
@@ -191,37 +201,55 @@ class RateEstimate:
 class FlowEstimate:
     """The newest measurements of an uplink that is busy most of the time."""
 
-    probes: tuple[float, ...] = ()
-    """Mbit/s of the newest readings that no pace held"""
+    readings: tuple[float, ...] = ()
+    """Mbit/s, the newest last"""
     since_probe: int = 0
     """readings"""
     carried: int = 0
     """probes in a row that the link carried"""
 
     @property
+    def reading_s(self) -> float:
+        """Return how long the next reading lasts."""
+        return FLOW_S / 2 if self.carried else FLOW_S
+
+    @property
+    def mbit_s(self) -> float | None:
+        """Return what the link carries; None if too little is known."""
+        return sorted(self.readings)[-2] if len(self.readings) >= LEAST_READINGS else None
+
+    @property
     def pace_mbit_s(self) -> float | None:
         """Return how fast to send; None for as fast as it goes."""
-        if len(self.probes) < KEPT_PROBES:
+        if self.mbit_s is None:
             return None
-        gain = min(PROBE_GAIN * 2.0**self.carried, MAX_PROBE_GAIN)
-        return statistics.median(self.probes) * (1 + gain if self._is_probe else FLOW_SHARE)
+        gain = min(PROBE_GAIN * PROBE_GROWTH**self.carried, MAX_PROBE_GAIN)
+        return self.mbit_s * (1 + gain if self._is_probe else FLOW_SHARE)
 
     @property
     def _is_probe(self) -> bool:
         return self.carried > 0 or self.since_probe == PROBE_EVERY - 1
 
-    def after(self, saturated_mbit_s: float | None) -> FlowEstimate:
-        """Return the estimate after a reading; 0 or None if nothing waited for the link."""
-        rate, pace = saturated_mbit_s, self.pace_mbit_s
-        if not rate:
+    def after(self, samples: Sequence[Sample]) -> FlowEstimate:
+        """Return the estimate after a reading; one of an idle link counts only if it shows more."""
+        rate, pace = _mean_mbit_s(samples), self.pace_mbit_s
+        busy_share = sum(sample.busy for sample in samples) / len(samples)
+        if busy_share < BUSY_SHARE and rate <= (self.mbit_s or math.inf):
             return self
-        if pace is not None and not self._is_probe:
-            return replace(self, since_probe=self.since_probe + 1)
-        if pace is not None and rate >= FOUND_SHARE * pace:  # not more, whatever a burst shows
-            return FlowEstimate(probes=(pace,) * KEPT_PROBES, carried=self.carried + 1)
-        if self.carried:  # the first that is too much for the link shows what it carries
-            return FlowEstimate(probes=(rate,) * KEPT_PROBES)
-        return FlowEstimate(probes=(*self.probes, rate)[-KEPT_PROBES:])
+        readings = (*self.readings, rate)[-KEPT_READINGS:]
+        if pace is None:
+            return FlowEstimate(readings=readings)
+        if not self._is_probe:
+            return replace(self, readings=readings, since_probe=self.since_probe + 1)
+        is_carried = rate >= CARRIED_SHARE * pace
+        if not is_carried and not self.carried:
+            return FlowEstimate(readings=readings)
+        # Not more than it offered, whatever a burst shows. The first probe of a run that is too
+        # much shows what the link carries.
+        found = max(min(rate, pace), self.mbit_s or 0.0)
+        return FlowEstimate(
+            readings=(found,) * LEAST_READINGS, carried=self.carried + 1 if is_carried else 0
+        )
 
 
 Order = tuple[int, ...]
@@ -444,7 +472,7 @@ class Link:
         """Read and pace what leaves between reductions as well, until cancelled.
 
         Passes of a pipeline leave all the time. Where their receivers' links hold them up, less is
-        read than the uplink carries; the pace then follows what arrives, and probes for more.
+        read than the uplink carries; that lowers no pace before it has lasted for half a minute.
         """
         self._is_attended = True
         self._flow, self._flowing = FlowEstimate(), []
@@ -490,8 +518,8 @@ class Link:
     def _follow(self, sample: Sample) -> None:
         """Take a sample of what flows without an end."""
         self._flowing.append(sample)
-        if sample.at_s - self._flowing[0].at_s >= FLOW_S:
-            self._flow = self._flow.after(saturated_mbit_s([self._flowing]))
+        if _span_s(self._flowing) >= self._flow.reading_s:
+            self._flow = self._flow.after(self._flowing)
             self._flowing = [sample]
             self._set_pace()
 

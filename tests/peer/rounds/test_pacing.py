@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -13,7 +14,8 @@ from atoll.peer.rounds.pacing import (
     FLOW_S,
     FLOW_SHARE,
     GAIN,
-    KEPT_PROBES,
+    KEPT_READINGS,
+    LEAST_READINGS,
     MIN_IN_FLIGHT_BYTES,
     PROBE_EVERY,
     QUEUE_S,
@@ -685,7 +687,7 @@ class Flowing:
 
 @pytest.mark.parametrize("mbit_s", [5.0, 10.0, 100.0])
 def test_what_flows_without_an_end_fills_a_link_and_not_its_queue(mbit_s):
-    unpaced, _, paced = run(Flowing(Link(), mbit_s).flow(KEPT_PROBES * FLOW_S, 30.0, 60.0))
+    unpaced, _, paced = run(Flowing(Link(), mbit_s).flow(LEAST_READINGS * FLOW_S, 60.0, 60.0))
     assert paced[0] > 0.9 * mbit_s
     assert paced[1] < unpaced[1] / 2
 
@@ -709,37 +711,62 @@ def test_a_declared_rate_holds_for_what_flows():
     assert 9.0 < rate < 10.0
 
 
-def after_readings(probes, capacity_mbit_s, readings):
-    """An estimate after so many readings of a link that is always busy."""
-    found = FlowEstimate(probes=probes)
-    for _ in range(readings):
-        found = found.after(min(found.pace_mbit_s, capacity_mbit_s))
+def steady(mbit_s, seconds=FLOW_S, busy_share=1.0):
+    """Samples of a link that carries so much, for which something waits this part of the time."""
+    num = round(seconds / SAMPLE_S) + 1
+    return [
+        Sample(
+            at_s=n * SAMPLE_S,
+            delivered=round(n * SAMPLE_S * mbit_s / 8e-6),
+            received=0,
+            busy=n < busy_share * num,
+        )
+        for n in range(num)
+    ]
+
+
+def found_after(capacity_mbit_s, seconds, found):
+    """The estimate after some time on a link that is always busy."""
+    until_s = 0.0
+    while until_s < seconds:
+        until_s += found.reading_s
+        found = found.after(steady(min(found.pace_mbit_s, capacity_mbit_s), found.reading_s))
     return found
 
 
-def test_an_estimate_of_what_flows_finds_a_faster_link_within_seconds():
-    readings = int(20 / FLOW_S)
-    assert after_readings((10.0,) * KEPT_PROBES, 25.0, readings).pace_mbit_s > 0.9 * 25.0
-    found = after_readings((10.0,) * KEPT_PROBES, 25.0, readings=12 * PROBE_EVERY)
-    assert found.pace_mbit_s == pytest.approx(FLOW_SHARE * 25.0)
+TEN = FlowEstimate(readings=(10.0,) * KEPT_READINGS)
+
+
+def test_an_estimate_of_what_flows_finds_a_faster_link_within_half_a_minute():
+    assert found_after(25.0, 30.0, TEN).mbit_s > 0.9 * 25.0
+    assert found_after(25.0, 120.0, TEN).pace_mbit_s == pytest.approx(FLOW_SHARE * 25.0, rel=0.01)
 
 
 def test_a_probe_shows_no_more_than_it_offered():
-    found = FlowEstimate(probes=(9.0,) * KEPT_PROBES, since_probe=PROBE_EVERY - 1)
-    offered = found.pace_mbit_s
-    assert found.after(14.0).probes == (offered,) * KEPT_PROBES
+    found = replace(TEN, since_probe=PROBE_EVERY - 1)
+    assert found.after(steady(14.0)).mbit_s == found.pace_mbit_s > 10.0
 
 
 def test_an_estimate_of_what_flows_follows_a_link_that_became_slower():
-    found = after_readings((10.0,) * KEPT_PROBES, 4.0, readings=2 * PROBE_EVERY)
+    found = found_after(4.0, KEPT_READINGS * FLOW_S, TEN)
     assert found.pace_mbit_s == pytest.approx(FLOW_SHARE * 4.0)
 
 
+def test_receivers_that_hold_passes_up_for_a_while_make_no_low_pace():
+    found = replace(TEN, since_probe=PROBE_EVERY - 1)
+    for _ in range(KEPT_READINGS - 2):
+        found = found.after(steady(3.0))
+    assert found.mbit_s == 10.0
+
+
 def test_one_burst_of_confirmations_makes_no_pace():
-    assert FlowEstimate(probes=(9.0, 14.0, 9.1)).pace_mbit_s == FLOW_SHARE * 9.1
+    assert FlowEstimate(readings=(9.0, 14.0, 9.1)).pace_mbit_s == FLOW_SHARE * 9.1
 
 
-@pytest.mark.parametrize("reading", [0.0, None])
-def test_a_reading_of_an_idle_link_changes_no_estimate(reading):
-    found = FlowEstimate(probes=(10.0,) * KEPT_PROBES, since_probe=2)
-    assert found.after(reading) == found
+@pytest.mark.parametrize("found", [TEN, FlowEstimate(), FlowEstimate(readings=(10.0,))])
+def test_a_reading_of_an_idle_link_changes_no_estimate(found):
+    assert found.after(steady(2.0, busy_share=0.5)) == found
+
+
+def test_a_reading_above_the_estimate_counts_however_idle_the_link_was():
+    assert TEN.after(steady(12.0, busy_share=0.5)).readings[-1] == pytest.approx(12.0)

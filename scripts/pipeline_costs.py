@@ -171,19 +171,21 @@ class Serving(Flowing):
         """Start the peer of a host."""
         self.run_peer(host, ["--serve", str(SHARE)], state_dir=f"peer-{host}")
 
-    def start_clients(self) -> None:
-        """Ask for texts from now on, from the coordinator's host, whose link is fast."""
-        words = ["nice", "-n", "19", ATOLL[0], str(TEXTS), str(self.invite), str(CLIENTS)]
+    def join_clients(self) -> None:
+        """Let clients join, at the coordinator's host, whose link is fast."""
+        words = [ATOLL[0], str(TEXTS), str(self.invite), str(CLIENTS), str(self.asking)]
         with self.texts.open("a") as out:
             self.children["texts"] = self.lab.popen(
                 0, words, cwd=self.folder, stdin=subprocess.DEVNULL, stdout=out, stderr=out
             )
+        wait_until(
+            lambda: any("joined" in each for each in events(self.texts)), START_S, self.words
+        )
 
-    def stop_clients(self) -> None:
-        """Ask for no more texts."""
-        child = self.children.pop("texts")
-        child.terminate()
-        child.wait(20)
+    @property
+    def asking(self) -> Path:
+        """The file that is there while clients ask for texts."""
+        return self.folder / "asking"
 
     @property
     def texts(self) -> Path:
@@ -199,15 +201,16 @@ def served(seconds: float) -> Served:
     """Measure a pipeline before, while and after clients ask for texts."""
     with running(SERVED, link_of(100.0, 5.0), kind=Serving, in_turn=True) as case:
         assert isinstance(case, Serving)
+        case.join_clients()
         time.sleep(SETTLE_S)
         before, _ = trained(case, seconds)
-        case.start_clients()
+        case.asking.touch()
         wait_until(lambda: len(case.tokens_s()) > CLIENTS, START_S, case.words)
         from_s = time.time()
         serving, busy = trained(case, seconds)
         tokens = sum(at_s >= from_s for at_s in case.tokens_s())
         took_s = time.time() - from_s
-        case.stop_clients()
+        case.asking.unlink()
         time.sleep(SETTLE_S)
         after, _ = trained(case, seconds)
     return Served(

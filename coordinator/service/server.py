@@ -14,6 +14,7 @@ same invite.
     node.known      last addresses of peers, for the node to find them again
     node.key        identity of the run's first DHT node, 0600
     genesis.root    root of the first state
+    recovery.key    see copies/sealing.py, 0600; with copies.json (copies/owners.py)
     port            the port chosen if `listen` asks for any
     ports.json      which ports were reached from outside, see ports.py
     log/            the log and its snapshots (atoll.optim.log.store)
@@ -100,6 +101,7 @@ log = logging.getLogger(__name__)
 TOKENIZER_FILE = "tokenizer.z"
 PORTS_FILE = "ports.json"
 _TCP_PORT = re.compile(r"/tcp/(\d+)")
+RESTORED_NOTE = "restored"  # in a log that begins with a state from a copy
 MANY_EPOCHS = 1 << 20  # above all that were signed, if nothing says how many
 _GRACE_S = 1.0  # for calls in flight when the coordinator stops
 _DAMAGED = "damaged; restore a copy, or start the run in a new directory"
@@ -490,16 +492,19 @@ def _resume(
     try:
         is_logged = spec.method().reduction != "pairs"  # else snapshots have roots for chains
         damage = mend(store, verify_run=verify_run) if is_logged else Damage()
-        if 0 not in store.snapshot_positions():
+        here = store.snapshot_positions()
+        # What the first state is made from may not be on a machine that restored the run.
+        begins_later = bool(here) and store.note(RESTORED_NOTE) is not None
+        if 0 not in here and not begins_later:
             first = first if first is not None else _same_genesis(make, root)
             store.save_snapshot(first, chain)
-        elif not reads_whole(store, 0):
+        elif 0 in here and not reads_whole(store, 0):
             _mend_genesis(store, make, root, damage)
         first = None  # `resume` loads it again, with all its leaves checked
         module = Module(
             run_id=identifier,
             method=spec.method(),
-            layout=store.snapshot(0).layout,
+            layout=store.snapshot(store.snapshot_positions()[0]).layout,
             snapshot_every=spec.round.snapshot_every,
             name=files.module,
             trust=spec.round.trust,
@@ -540,7 +545,7 @@ def _signer(
         if signer.highest is None:
             signer.note(known + MANY_EPOCHS)
         signer.accept_loss(here)
-    elif known > NONE_SIGNED:
+    elif known > NONE_SIGNED and not signer.is_restored:
         signer.note(known)
     elif signer.highest is None and had_log:
         signer.note(NONE_SIGNED)  # of an earlier version, and nobody has begun the run

@@ -36,11 +36,12 @@ from atoll.coordinator.copies.sealing import RECOVERY_FILE, RecoveryKey
 from atoll.coordinator.copies.target import CopiesError, CopyDamaged, CopyObject, Target
 from atoll.coordinator.copies.writing import MAX_FILE_BYTES
 from atoll.coordinator.history import History
+from atoll.coordinator.kept_log import GENESIS_NOTE
 from atoll.coordinator.run.keys import KEYS_FILE, RunKeys, write_private
 from atoll.coordinator.run.spec import RunSpec, run_id
 from atoll.coordinator.run.spec_problems import SpecError
 from atoll.coordinator.run.status import RoundSummary, StatusError
-from atoll.coordinator.service.server import MANY_EPOCHS, RESTORED_NOTE, LogFiles
+from atoll.coordinator.service.server import MANY_EPOCHS, LogFiles
 from atoll.coordinator.signing import NONE_SIGNED, SIGNED_FILE, read_signed, restored
 from atoll.optim.log.entry import genesis_chain
 from atoll.optim.log.replica import log_id
@@ -198,7 +199,8 @@ def _restore_log(target: Target, spec: RunSpec, files: LogFiles, module: CopiedM
                 raise CopyDamaged(f"{target.url}/{module.snapshot.name}: {error}") from None
             if module.started:
                 store.put_note("started", module.started.encode())
-            store.put_note(RESTORED_NOTE, b"1")
+            if module.snapshot_position:
+                store.put_note(GENESIS_NOTE, root)
             is_logged = spec.method().reduction != "pairs"
             if is_logged and (store.head.position, store.head.chain.hex()) != (
                 module.position,

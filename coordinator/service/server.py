@@ -61,7 +61,7 @@ from atoll.coordinator.gossip import FetchModel, KeptModels, ModelKeeper
 from atoll.coordinator.heads import AskHead
 from atoll.coordinator.history import History
 from atoll.coordinator.invites import BASE_FILE, InviteDesk
-from atoll.coordinator.kept_log import TICK_S, KeptLog, LogParts
+from atoll.coordinator.kept_log import GENESIS_NOTE, TICK_S, KeptLog, LogParts
 from atoll.coordinator.orders import ORDERS_FILE, OrderDesk
 from atoll.coordinator.ports import Ports
 from atoll.coordinator.rpc.messages import SERVER_OPTIONS
@@ -101,7 +101,6 @@ log = logging.getLogger(__name__)
 TOKENIZER_FILE = "tokenizer.z"
 PORTS_FILE = "ports.json"
 _TCP_PORT = re.compile(r"/tcp/(\d+)")
-RESTORED_NOTE = "restored"  # in a log that begins with a state from a copy
 MANY_EPOCHS = 1 << 20  # above all that were signed, if nothing says how many
 _GRACE_S = 1.0  # for calls in flight when the coordinator stops
 _DAMAGED = "damaged; restore a copy, or start the run in a new directory"
@@ -494,7 +493,7 @@ def _resume(
         damage = mend(store, verify_run=verify_run) if is_logged else Damage()
         here = store.snapshot_positions()
         # What the first state is made from may not be on a machine that restored the run.
-        begins_later = bool(here) and store.note(RESTORED_NOTE) is not None
+        begins_later = bool(here) and store.note(GENESIS_NOTE) is not None
         if 0 not in here and not begins_later:
             first = first if first is not None else _same_genesis(make, root)
             store.save_snapshot(first, chain)

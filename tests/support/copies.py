@@ -17,10 +17,10 @@ from atoll.coordinator.copies.writing import CopiedLog, CopyWriter
 from atoll.coordinator.run.keys import RunKeys
 from atoll.coordinator.run.spec import RunSpec, run_id
 from atoll.coordinator.service.server import LogFiles
-from atoll.optim.log.entry import genesis_chain
+from atoll.optim.log.entry import StateRoot, genesis_chain
 from atoll.optim.log.replica import WHOLE, log_id
 from atoll.optim.log.store import LogStore
-from support.kit import SPEC, Swarm, net
+from support.kit import SPEC, Swarm, net, root_at
 
 ROUNDS = 5  # with a snapshot after 2 and 4
 
@@ -31,9 +31,14 @@ def begun(folder: Path, swarm: Swarm, *, spec: RunSpec = SPEC, rounds: int = ROU
     async def main() -> str:
         async with net(folder, swarm, spec=spec) as up:
             one, *_ = await up.started()
+            roots = dict[int, StateRoot]()
             for _ in range(rounds):
+                replica = up.up.coordinator.log.replica
+                at = replica.head.position
+                roots[at] = root_at(at, replica.state)
+                certified = {"state_root": roots[at - 2]} if at and at % 2 == 0 else {}
                 up.up.coordinator.log.replica.core._snapshot_due_s = 0.0  # however quick this is
-                await up.publish(one, *swarm.entry(up.run_id, up.up.coordinator.log.head()))
+                await up.publish(one, *swarm.entry(up.run_id, replica.head, **certified))
                 await up.up.coordinator.log.replica.saved()
             return str(up.up.invite)
 

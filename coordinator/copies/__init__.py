@@ -29,3 +29,23 @@ Exceptions:
         CopyDamaged       an object is missing, shorter than it was, or has other bytes
         Superseded        the run was restored on another machine
 """
+
+from typing import TYPE_CHECKING
+
+from atoll.coordinator.exports import exports
+
+if TYPE_CHECKING:
+    from atoll.coordinator.copies.beside import CopyToRestore, copying, open_target
+    from atoll.coordinator.copies.target import CopiesError
+
+__all__ = ["CopiesError", "CopyToRestore", "copying", "open_target"]
+
+__getattr__ = exports(
+    __name__,
+    {
+        "CopiesError": "target",
+        "CopyToRestore": "beside",
+        "copying": "beside",
+        "open_target": "beside",
+    },
+)

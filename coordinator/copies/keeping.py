@@ -20,10 +20,12 @@ from atoll.coordinator.copies.target import Superseded, TargetFailed, reason
 from atoll.coordinator.copies.writing import CopyWriter, WrittenCopy
 from atoll.coordinator.run.levels import Level
 from atoll.coordinator.run.status import CopyStatus
+from atoll.dht.tasks import together
 from atoll.optim.log.store import StoreError
 
 EVERY_S = 10.0  # what a lost machine costs, if copies are quick; some 8 requests to a bucket
 SHARE = 0.25  # of the time, that uploads may take: the link is the peers' too
+LOOK_S = 20.0  # a restored coordinator opens no epoch for 60 s: by then the old one has ended
 LONGEST_S = 600.0  # between two tries of a target that fails
 STUCK_S = 120.0  # without progress: the target does not answer
 LAST_S = 20.0  # for a last copy when the coordinator stops; a service manager waits 90 s
@@ -42,12 +44,14 @@ class Copies:
         report: Callable[[Level, str], None],
         *,
         every_s: float = EVERY_S,
+        look_s: float = LOOK_S,
         clock: Callable[[], float] = time.time,
     ) -> None:
         """Keep what `writer` writes; `report` logs an event of the run."""
         self._writer = writer
         self._report = report
         self._every_s = every_s
+        self._look_s = look_s
         self._clock = clock
         self._failures = 0
         self._took_s = 0.0
@@ -61,6 +65,16 @@ class Copies:
         Raises:
             Superseded: the run was restored elsewhere.
         """
+        await together(self._copy_on(), self._look_on())
+
+    async def _look_on(self) -> None:
+        """Look whether the run was restored elsewhere, however long a copy or a pause takes."""
+        while True:
+            await asyncio.sleep(self._look_s)
+            with suppress(TargetFailed):  # copies fail as well then, and tell it
+                await _in_thread(self._writer.expect_newest)
+
+    async def _copy_on(self) -> None:
         while True:
             await self.copy()
             await asyncio.sleep(self._pause_s())

@@ -130,6 +130,10 @@ class CopyWriter:
             return read_manifest(self._target, self._key, name) if name else None
         return None
 
+    def expect_newest(self) -> None:
+        """Check that nobody has restored the run since. Raises Superseded, TargetFailed."""
+        expect_newest(self._target, self._key, self._owner)
+
     def write(self) -> WrittenCopy:
         """Copy what has changed; the copy before stays whole whatever fails.
 
@@ -138,7 +142,7 @@ class CopyWriter:
             TargetFailed: the target cannot be written or read.
             StoreError, OSError, sqlite3.Error: the log here cannot be read.
         """
-        expect_newest(self._target, self._key, self._owner)
+        self.expect_newest()
         self._written = []
         modules = tuple(map(self._module, self._logs))
         serial = self._newest.serial + 1 if self._newest is not None else 1
@@ -154,7 +158,7 @@ class CopyWriter:
         positions = tuple(module.position for module in modules)
         if self._newest is not None and _same(self._newest, manifest):
             return WrittenCopy(positions=positions, wire_bytes=0, is_new=False)
-        expect_newest(self._target, self._key, self._owner)  # uploads may have taken long
+        self.expect_newest()  # uploads may have taken long
         name = self._new_name("manifest", serial)
         put_manifest(self._target, self._key, name, manifest)
         self.moved_s = time.monotonic()

@@ -10,8 +10,9 @@ import pytest
 
 from atoll.coordinator.copies import keeping
 from atoll.coordinator.copies.keeping import Copies
-from atoll.coordinator.copies.target import TargetFailed
+from atoll.coordinator.copies.target import Superseded, TargetFailed
 from atoll.coordinator.copies.writing import WrittenCopy
+from atoll.coordinator.epochs import LEARN_S
 from atoll.coordinator.report.plain import render_status
 from atoll.coordinator.run.status import RunStatus
 
@@ -22,6 +23,11 @@ class Writer:
     def __init__(self, *failures: Exception) -> None:
         self.failures = list(failures)
         self.position, self.num_pruned, self.moved_s = 0, 0, 0.0
+        self.is_superseded = False
+
+    def expect_newest(self) -> None:
+        if self.is_superseded:
+            raise Superseded("restored elsewhere")
 
     def write(self) -> WrittenCopy:
         if self.failures:
@@ -115,6 +121,23 @@ def test_a_target_that_hangs_is_reported_and_holds_up_no_end(
         await copies.close()
         writer.free.set()
 
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("hangs", [False, True])
+def test_an_old_coordinator_ends_whatever_its_copies_do(hangs: bool) -> None:
+    """An upload or a pause may take hours; the restored coordinator waits a minute."""
+
+    async def main() -> None:
+        writer = Hanging() if hangs else Writer()
+        copies, _ = kept(writer, look_s=0.01)
+        writer.is_superseded = True
+        with pytest.raises(Superseded):
+            await asyncio.wait_for(copies.run(), 5)
+        if isinstance(writer, Hanging):
+            writer.free.set()
+
+    assert keeping.LOOK_S < LEARN_S
     asyncio.run(main())
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +16,15 @@ from atoll.coordinator.copies.owners import keep_owner, read_owner
 from atoll.coordinator.copies.restoring import expect_new, find, restore
 from atoll.coordinator.copies.sealing import RecoveryKey
 from atoll.coordinator.copies.target import CopiesError, NotOurs, Superseded, Target
+from atoll.coordinator.gossip import ModelKeeper
 from atoll.coordinator.heads import PeerHead
 from atoll.coordinator.run.spec import RunSpec
 from atoll.coordinator.service.server import MANY_EPOCHS
 from atoll.coordinator.signing import EpochSigner, read_signed
+from atoll.optim.log.replica import log_id
+from atoll.optim.state.outer_state import OuterState
 from support.copies import ROUNDS, Run, opened, past, run_template, writer_of
-from support.kit import SPEC, Net, Swarm, net, run
+from support.kit import SPEC, Net, Swarm, genesis, net, run
 
 __all__ = ["past", "run_template"]
 
@@ -351,3 +355,56 @@ def test_peers_do_not_learn_where_copies_go() -> None:
     )
     assert b"bucket" not in spec.canonical()
     assert spec.digest() == SPEC.digest()
+
+
+GOSSIP = RunSpec.from_dict(
+    SPEC.model_dump(mode="json") | {"outer": {"method": "noloco"}, "round": {"min_peers": 2}}
+)
+STAGED = RunSpec.from_dict(
+    SPEC.model_dump(mode="json") | {"topology": {"stages": 2}, "round": {"min_peers": 2}}
+)
+
+
+@pytest.mark.parametrize("spec", [GOSSIP, STAGED], ids=["gossip", "stages"])
+def test_runs_without_a_log_and_with_several_are_restored(tmp_path: Path, spec: RunSpec) -> None:
+    url, place = str(tmp_path / "copies"), tmp_path / "new"
+
+    async def main() -> None:
+        async with net(tmp_path / "old", spec=spec) as up:
+            for number, log in enumerate(up.up.coordinator.logs.values()):
+                keeper = log.replica.core
+                if isinstance(keeper, ModelKeeper):
+                    await log.replica.change(partial(keeper.keep, kept_model(7)))
+                else:
+                    signer = EpochSigner(tmp_path / f"{number}.signed", up.up.coordinator.keys.sign)
+                    await log.replica.open_epoch(up.swarm.electors(), signer.sign)
+                    identifier = log_id(up.run_id, log.name)
+                    for _ in range(number + 1):
+                        entry, body = up.swarm.entry(identifier, log.head())
+                        await log.replica.accept(entry, up.swarm.certify(entry), body)
+            async with copying(up.up, open_target(url, tmp_path / "old")) as copies:
+                assert copies is not None
+                await copies.copy()
+                assert not copies.status.failing
+            before = [log.head() for log in up.up.coordinator.logs.values()]
+            roots = [log.replica.state.root() for log in up.up.coordinator.logs.values()]
+        key = RecoveryKey.of(tmp_path / "old")
+        found = find(Target(url), key)
+        restore(Target(url), key, found, place)
+        async with net(place, up.swarm, spec=spec) as again:
+            logs = again.up.coordinator.logs.values()
+            assert [log.head() for log in logs] == before
+            assert [log.replica.state.root() for log in logs] == roots
+            assert found.positions == tuple(head.position for head in before) != (0, 0)
+
+    run(main())
+
+
+def kept_model(position: int) -> OuterState:
+    state = genesis()
+    return OuterState(
+        layout=state.layout,
+        position=position,
+        params_N=state.params_N * 2,
+        memory_M=state.memory_M.clone(),
+    )

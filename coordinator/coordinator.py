@@ -30,6 +30,7 @@ from atoll.coordinator.run.levels import Level
 from atoll.coordinator.run.spec import RunSpec
 from atoll.coordinator.run.status import (
     MAX_GAPS,
+    CopyStatus,
     Event,
     Gap,
     ModuleStatus,
@@ -159,6 +160,8 @@ class Coordinator:
         that came first are first."""
         self._moves: Counter[str] = Counter()
         """By module, the peers that came from another one."""
+        self.copies: Callable[[], CopyStatus] | None = None
+        """How far the copies of this run are, if any are kept (`atoll.coordinator.copies`)."""
         if self._is_finished():
             self.finished.set()
 
@@ -429,6 +432,7 @@ class Coordinator:
             orders_waiting=len(self._orders.lacking(min(s.number for s in self._settings()))),
             params=sum(each.params for each in self.logs.values()),
             modules=self._modules(trainers, now_s),
+            copies=self.copies() if self.copies is not None else None,
         )
 
     def _history(self, log: KeptLog) -> list[RoundSummary]:

@@ -444,7 +444,10 @@ class Epochs:
         answers = await self.heads.of([m.status.peer_id for m in alive], now_s)
         await self._adopt_newest(answers)
         opened = self._replica.opened
-        if self._signer.left is not None or opened is None or len(answers) < self._min_peers:
+        # Peers that the log here does not know have what they were given since: they prove nothing.
+        known = await self._replica.compute(self._in_newest_entries)
+        heard = sum(answer.peer_id in known for answer in answers)
+        if self._signer.left is not None or opened is None or heard < self._min_peers:
             self._asked_since_s = None
             return
         # Nothing here says which epoch is the newest. A peer may answer with an old one, so all

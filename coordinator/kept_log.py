@@ -38,6 +38,7 @@ from atoll.optim.log.store import SnapshotInfo, StoreHead
 from atoll.optim.reduction.cells import Bytes
 
 TICK_S = 0.5  # a new epoch opens at most this long after it is due
+GENESIS_NOTE = "genesis"  # root of the first state, in a log that was restored without it
 DISK_PAUSE_S = 15.0  # a body that could not be stored is not requested again sooner
 
 
@@ -164,6 +165,11 @@ class KeptLog:
     def alive(self, now_s: float) -> list[KnownPeer]:
         """Return the peers online that follow this log."""
         return self._around.presence.alive_in(self.name, now_s)
+
+    def genesis_root(self) -> bytes:
+        """Return the root of the first state, which need not be here; blocks."""
+        store = self.replica.store
+        return store.note(GENESIS_NOTE) or store.snapshot(0).root
 
     # Entries
 

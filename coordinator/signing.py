@@ -2,6 +2,9 @@
 
     epoch.signed    "SIGNED" or "SIGNED LEFT" in ASCII, -1 for none; beside keys.json, 0600
 
+LEFT is "?" in a directory that was restored from a copy: later epochs may have left, and numbers up
+to SIGNED count as taken, far above all that can have been signed since the copy.
+
 A log can be lost, or restored from an old copy. A coordinator that then took the log's word would
 sign an epoch of a number that peers hold already, with another base: two logs of one run. So the
 number is on disk, synced, before a signature leaves, and nothing at or below it is signed again.
@@ -28,6 +31,7 @@ from atoll.optim.log.entry import Epoch, epoch_payload, root_payload
 
 SIGNED_FILE = "epoch.signed"
 NONE_SIGNED = -1
+UNKNOWN = "?"
 
 
 class SignedAlready(RuntimeError):
@@ -44,8 +48,13 @@ class EpochSigner:
         self.highest: int | None
         """The highest epoch that was signed, -1 before the first; None if that is not known."""
         self.left: int | None
-        """The highest epoch that can have left; None as above."""
+        """The highest epoch that can have left; None as above, or after a restore."""
         self.highest, self.left = read_signed(path)
+
+    @property
+    def is_restored(self) -> bool:
+        """Return whether this is a copy's, which knows no longer what has left since."""
+        return self.highest is not None and self.left is None
 
     def note(self, epoch: int) -> None:
         """Keep an epoch that was signed and is in a log, unless a higher one is known."""
@@ -87,24 +96,32 @@ def begin(path: Path) -> None:
         _write(path, NONE_SIGNED, NONE_SIGNED)
 
 
-def read_signed(path: Path) -> tuple[int, int] | tuple[None, None]:
+def restored(path: Path, signed: int) -> None:
+    """Write into a restored directory that numbers up to `signed` count as signed."""
+    _write(path, signed, None)
+
+
+def read_signed(path: Path) -> tuple[int | None, int | None]:
     """Return the highest epoch that was signed and the highest that can have left.
 
-    Each is -1 before the first. None if they are not known: damaged is the same as missing.
+    Each is -1 before the first. None if it is not known: damaged is the same as missing.
     """
     with contextlib.suppress(OSError, ValueError):
-        signed, *left = map(int, path.read_text(encoding="ascii").split())
+        signed, *left = path.read_text(encoding="ascii").split()
+        highest = max(NONE_SIGNED, int(signed))
+        if left == [UNKNOWN]:
+            return highest, None
         if len(left) <= 1:
-            highest = max(NONE_SIGNED, signed)
-            return highest, min(highest, max(NONE_SIGNED, left[0] if left else highest))
+            return highest, min(highest, max(NONE_SIGNED, int(left[0]) if left else highest))
     return None, None
 
 
-def _write(path: Path, signed: int, left: int) -> None:
+def _write(path: Path, signed: int, left: int | None) -> None:
+    told = [signed] if signed == left else [signed, UNKNOWN if left is None else left]
     partial = path.with_name(f".{path.name}.new")
     descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     with os.fdopen(descriptor, "wb") as file:
-        file.write(b"%d\n" % signed if signed == left else b"%d %d\n" % (signed, left))
+        file.write(" ".join(map(str, told)).encode("ascii") + b"\n")
         file.flush()
         os.fsync(file.fileno())
     partial.replace(path)

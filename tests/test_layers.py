@@ -51,6 +51,7 @@ ROOMS = (
     "coordinator",
     "coordinator.report",
     "coordinator.service",
+    "coordinator.copies",
     "coordinator.dashboard",
     "peer.paths",
     "peer.errors",

@@ -12,6 +12,7 @@ from atoll.coordinator.dashboard.peers import utilisation_style
 from atoll.coordinator.report.view import (
     View,
     binding,
+    copies_text,
     elapsed_seconds,
     eta_seconds,
     num_online,
@@ -169,6 +170,10 @@ def _facts(status: RunStatus, rate: Content) -> list[Fact]:
     ]
     if changed := orders_text(status):
         facts.append(("orders", _bold(changed)))
+    if copied := copies_text(status):
+        is_failing = status.copies is not None and status.copies.failing
+        style = "bold $warn" if is_failing else "bold $text-plain"
+        facts.append(("copies", Content.assemble((copied, style))))
     elapsed = elapsed_seconds(status)
     if elapsed is not None:
         facts.append(("elapsed", _bold(text.duration(elapsed))))

@@ -17,6 +17,7 @@ from atoll.coordinator.report.view import (
     IMPORTANT,
     apart,
     binding,
+    copies_text,
     counted_rounds,
     event_text,
     gap_text,
@@ -290,6 +291,8 @@ def render_status(status: RunStatus) -> str:
     if status.gaps:
         rounds = ", ".join(map(gap_text, status.gaps))
         facts.append(("missing", f"updates of rounds {rounds}: no peer has kept them"))
+    if copied := copies_text(status):
+        facts.append(("copies", copied))
     head = [f"{text.clean(status.run_name)} ({text.short_hash(status.run_id)})"]
     body = [f"  {name:<12} {value}" for name, value in facts]
     return "\n".join([*head, *body, *_stage_table(status), *_peer_table(status)])

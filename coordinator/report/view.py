@@ -22,7 +22,7 @@ from atoll.coordinator.run.status import (
     RunStatus,
     seconds_between,
 )
-from atoll.coordinator.run.text import ABSENT, clean, finite, percent, short_id, size
+from atoll.coordinator.run.text import ABSENT, clean, duration, finite, percent, short_id, size
 
 SHORT_CHARS = 6  # letters by which peers name each other in messages
 _IDENTITY = re.compile(rf"\b[1-9A-HJ-NP-Za-km-z]{{{SHORT_CHARS},128}}\b")  # base58
@@ -217,6 +217,17 @@ def without(row: RoundSummary, known: Mapping[str, str]) -> list[str]:
         f"{clean(name(row.reasons.get(peer, ''))) or 'not in the group'}"
         for peer in missing(row)
     ]
+
+
+def copies_text(status: RunStatus) -> str:
+    """Return how far the run's copies are; empty if none are kept."""
+    copies = status.copies
+    if copies is None:
+        return ""
+    newest = "none yet" if copies.at is None else f"after round {copies.position}"
+    if copies.at is not None and copies.failing:
+        newest += f", {duration(max(0.0, status.now - copies.at))} ago"
+    return f"{newest}; failing: {clean(copies.failing)}" if copies.failing else newest
 
 
 def is_held(row: RoundSummary, gaps: Sequence[Gap]) -> bool:

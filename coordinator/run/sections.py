@@ -629,6 +629,14 @@ class CoordinatorSection(Section):
         description="Address of a Prometheus endpoint, 'host:port'. Default: none.",
         examples=["127.0.0.1:9700"],
     )
+    copies: str | None = Field(
+        default=None,
+        min_length=1,
+        max_length=1024,
+        description="Where copies of the run go, from which another machine can continue it: a "
+        "folder, or any URL of fsspec, such as 's3://bucket/path'. Default: none.",
+        examples=["s3://bucket/my-run"],
+    )
 
     @field_validator("listen", "dht_listen", "metrics_listen")
     @classmethod

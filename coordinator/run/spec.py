@@ -325,8 +325,11 @@ class RunSpec(Section):
             raise SpecError(problems_of(error, cls, lines or {}), source=source) from None
 
     def canonical(self) -> bytes:
-        """Return sorted, compact JSON: the bytes that are sent and stored."""
-        return _canonical_json(self.model_dump(mode="json"))
+        """Return sorted, compact JSON: the bytes that are sent and stored.
+
+        Nobody but the organiser's own machine learns where its copies go.
+        """
+        return _canonical_json(self.model_dump(mode="json", exclude={"coordinator": {"copies"}}))
 
     def digest(self) -> str:
         """Return the SHA-256, in hex, of everything but [coordinator], which may move."""

@@ -319,6 +319,21 @@ class Gap(StatusRecord):
 
 
 @dataclass(frozen=True, kw_only=True)
+class CopyStatus(StatusRecord):
+    """How far the copies are from which another machine can continue the run."""
+
+    __pydantic_config__ = _CONFIG
+
+    at: Amount | None = None
+    """Seconds since 1970 when the newest one was found current; None before the first."""
+    position: Count = 0
+    """Entries in it; of a pipeline those of the stage that has fewest."""
+    failing: Reason = ""
+    """Why the target takes none at present; empty if it does."""
+    failing_since: Amount | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
 class ModuleStatus(StatusRecord):
     """One module of a run of several, as its coordinator knows it."""
 
@@ -408,3 +423,5 @@ class RunStatus(StatusRecord):
         default_factory=list
     )
     """The modules of a run of several, in order; empty in a dense run."""
+    copies: CopyStatus | None = None
+    """None if the coordinator keeps none."""

@@ -19,6 +19,11 @@ _RUN = {
     "loss": "Training loss of the last round, in nats per token.",
     "valid_loss": "Validation loss, in nats per token.",
 }
+_COPIES = {
+    "position": "Entries in the newest copy of the run.",
+    "age_s": "Seconds since a copy of the run was found current.",
+    "failing": "1 while the target of copies fails, else 0.",
+}
 _PEER = {
     "tokens_per_s": "Tokens per second.",
     "position": "Entries applied.",
@@ -36,6 +41,12 @@ class Metrics:
         self._run = {
             name: Gauge(f"atoll_run_{name}", text, registry=registry) for name, text in _RUN.items()
         }
+        self._copies = {
+            name: Gauge(f"atoll_copies_{name}", text, registry=registry)
+            for name, text in _COPIES.items()
+        }
+        for gauge in self._copies.values():
+            gauge.set(float("nan"))  # none are kept, as far as is known
         self._alive = Gauge("atoll_run_peers", "Peers online.", registry=registry)
         self._peer = {
             name: Gauge(f"atoll_peer_{name}", text, ["peer_id"], registry=registry)
@@ -79,6 +90,14 @@ class Metrics:
         for name, gauge in self._run.items():
             value = getattr(status, name)
             gauge.set(float("nan") if value is None else value)
+        if (copies := status.copies) is not None:
+            age_s = float("nan") if copies.at is None else status.now - copies.at
+            for name, value in (
+                ("position", copies.position),
+                ("age_s", age_s),
+                ("failing", bool(copies.failing)),
+            ):
+                self._copies[name].set(value)
         self._alive.set(sum(peer.state not in ("left", "gone") for peer in status.peers))
         for name, gauge in self._peer.items():
             gauge.clear()  # forgets the peers that are no longer listed

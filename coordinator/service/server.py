@@ -14,6 +14,7 @@ same invite.
     node.known      last addresses of peers, for the node to find them again
     node.key        identity of the run's first DHT node, 0600
     genesis.root    root of the first state
+    recovery.key    see copies/sealing.py, 0600; with copies.json (copies/owners.py)
     port            the port chosen if `listen` asks for any
     ports.json      which ports were reached from outside, see ports.py
     log/            the log and its snapshots (atoll.optim.log.store)
@@ -60,7 +61,7 @@ from atoll.coordinator.gossip import FetchModel, KeptModels, ModelKeeper
 from atoll.coordinator.heads import AskHead
 from atoll.coordinator.history import History
 from atoll.coordinator.invites import BASE_FILE, InviteDesk
-from atoll.coordinator.kept_log import TICK_S, KeptLog, LogParts
+from atoll.coordinator.kept_log import GENESIS_NOTE, TICK_S, KeptLog, LogParts
 from atoll.coordinator.orders import ORDERS_FILE, OrderDesk
 from atoll.coordinator.ports import Ports
 from atoll.coordinator.rpc.messages import SERVER_OPTIONS
@@ -490,16 +491,19 @@ def _resume(
     try:
         is_logged = spec.method().reduction != "pairs"  # else snapshots have roots for chains
         damage = mend(store, verify_run=verify_run) if is_logged else Damage()
-        if 0 not in store.snapshot_positions():
+        here = store.snapshot_positions()
+        # What the first state is made from may not be on a machine that restored the run.
+        begins_later = bool(here) and store.note(GENESIS_NOTE) is not None
+        if 0 not in here and not begins_later:
             first = first if first is not None else _same_genesis(make, root)
             store.save_snapshot(first, chain)
-        elif not reads_whole(store, 0):
+        elif 0 in here and not reads_whole(store, 0):
             _mend_genesis(store, make, root, damage)
         first = None  # `resume` loads it again, with all its leaves checked
         module = Module(
             run_id=identifier,
             method=spec.method(),
-            layout=store.snapshot(0).layout,
+            layout=store.snapshot(store.snapshot_positions()[0]).layout,
             snapshot_every=spec.round.snapshot_every,
             name=files.module,
             trust=spec.round.trust,
@@ -540,7 +544,7 @@ def _signer(
         if signer.highest is None:
             signer.note(known + MANY_EPOCHS)
         signer.accept_loss(here)
-    elif known > NONE_SIGNED:
+    elif known > NONE_SIGNED and not signer.is_restored:
         signer.note(known)
     elif signer.highest is None and had_log:
         signer.note(NONE_SIGNED)  # of an earlier version, and nobody has begun the run

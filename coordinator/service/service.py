@@ -183,14 +183,14 @@ class Service:
             self._watch.joined(request.peer_id, host_of(self.true_caller(call.peer())))
         trains = request.role != "follower"
         log = self._run.place(request.peer_id, request.module, trains=trains)
-        genesis = await asyncio.to_thread(log.replica.store.snapshot, 0)
+        genesis_root = await asyncio.to_thread(log.genesis_root)
         return pb.JoinReply(
             module=log.name,
             spec=self._run.spec.canonical(),
             admission=welcome.admission,
             session=welcome.session,
-            layout=genesis.layout.to_json(),
-            genesis_root=genesis.root,
+            layout=log.replica.layout.to_json(),
+            genesis_root=genesis_root,
             epoch=log.replica.epoch_record,
             head=_head(log.head()),
             bootstrap=self._run.bootstrap(),

@@ -42,7 +42,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from threading import RLock
-from typing import Any
+from typing import Any, Self
 from zlib import crc32
 
 import torch
@@ -263,12 +263,16 @@ class SnapshotFile:
 class Snapshots:
     """The table `snapshots` and its files; the lock is the store's."""
 
-    def __init__(self, db: sqlite3.Connection, lock: RLock, directory: Path) -> None:
-        """Remove what an interrupted write left."""
+    def __init__(
+        self, db: sqlite3.Connection, lock: RLock, directory: Path, *, reads_only: bool = False
+    ) -> None:
+        """Remove what an interrupted write left, unless others may be writing."""
         self._db = db
         self._lock = lock
         self._directory = directory
         self._numbers = itertools.count()
+        if reads_only:
+            return
         with lock:
             known = {row[0] for row in db.execute("SELECT file FROM snapshots")}
         for path in directory.glob("snapshot-*"):
@@ -434,6 +438,45 @@ class LogStore:
             WrongRun: when the directory holds the log of another run. Nothing is changed.
             StoreCorrupt: when the file cannot be read as a log. Nothing is changed.
         """
+        self._prepare(
+            genesis_chain=genesis_chain,
+            body_budget_bytes=body_budget_bytes,
+            keep_snapshots=keep_snapshots,
+        )
+        directory.mkdir(parents=True, exist_ok=True)
+        self.run_id = run_id
+        self._open(open_log(directory / LOG_FILE, run_id, fsync=fsync), directory)
+
+    @classmethod
+    def reading(cls, directory: Path) -> Self:
+        """Open a log that another process may be writing; only read from it.
+
+        The chain before its entry 0 is not known here.
+
+        Raises:
+            StoreCorrupt: when the file cannot be read as a log.
+        """
+        path = directory / LOG_FILE
+        with _readable(path):
+            uri = f"{path.absolute().as_uri()}?mode=ro"
+            db = sqlite3.connect(uri, uri=True, check_same_thread=False, timeout=10.0)
+            try:
+                version = db.execute("PRAGMA user_version").fetchone()[0]
+                row = db.execute("SELECT value FROM meta WHERE key = 'run_id'").fetchone()
+                if version != SCHEMA_VERSION or row is None:
+                    raise StoreCorrupt(f"{path}: not a log of this version of Atoll")
+            except BaseException:
+                db.close()
+                raise
+        store = cls.__new__(cls)
+        store.run_id = bytes(row[0])
+        store._prepare(genesis_chain=b"", body_budget_bytes=None, keep_snapshots=1)
+        store._open(db, directory, reads_only=True)
+        return store
+
+    def _prepare(
+        self, *, genesis_chain: bytes, body_budget_bytes: int | None, keep_snapshots: int
+    ) -> None:
         self._genesis_chain = genesis_chain
         self._budget_bytes = body_budget_bytes
         self._keep_snapshots = keep_snapshots
@@ -445,9 +488,10 @@ class LogStore:
         self._unwritten: dict[int, memoryview] = {}
         """bodies that `write_bodies` has yet to write, by position"""
         self._writing = threading.Lock()
-        directory.mkdir(parents=True, exist_ok=True)
-        self._db = open_log(directory / LOG_FILE, run_id, fsync=fsync)
-        self._snapshots = Snapshots(self._db, self._lock, directory)
+
+    def _open(self, db: sqlite3.Connection, directory: Path, *, reads_only: bool = False) -> None:
+        self._db = db
+        self._snapshots = Snapshots(db, self._lock, directory, reads_only=reads_only)
         self._first_with_bodies = self._find_first_with_bodies()
 
     # Entries

@@ -21,6 +21,8 @@ from atoll.peer.cli import (
 from atoll.peer.daemon.supervised import stop_with_stdin
 
 if TYPE_CHECKING:
+    from atoll.coordinator.copies.beside import CopyToRestore
+    from atoll.coordinator.copies.target import Target
     from atoll.coordinator.run.spec import RunSpec
     from atoll.coordinator.run.status import RunStatus
     from atoll.coordinator.service.server import Genesis, Running
@@ -35,6 +37,10 @@ class InviteFileError(ValueError):
 
 class OnePortError(ValueError):
     """One port cannot be shared as asked."""
+
+
+class NoRun(ValueError):
+    """The options name no run to start or to restore."""
 
 
 class NoKeepers(ValueError):
@@ -52,10 +58,16 @@ def add_parser(subparsers: Subparsers) -> None:
         examples="atoll coordinator RUN.toml\n"
         "atoll coordinator RUN.toml --advertise 203.0.113.7\n"
         "atoll coordinator RUN.toml --keep\n"
-        "atoll coordinator RUN.toml --invite-file invite.txt --quiet &",
+        "atoll coordinator RUN.toml --invite-file invite.txt --quiet &\n"
+        "atoll coordinator RUN.toml --copies s3://bucket/my-run\n"
+        "atoll coordinator --restore s3://bucket/my-run --recovery-key recovery.key",
     )
     parser.add_argument(
-        "spec", type=Path, metavar="RUN.toml", help="Configuration written by `atoll init`."
+        "spec",
+        type=Path,
+        nargs="?",
+        metavar="RUN.toml",
+        help="Configuration written by `atoll init`; with --restore, the copy's by default.",
     )
     parser.add_argument(
         "--state-dir",
@@ -73,6 +85,28 @@ def add_parser(subparsers: Subparsers) -> None:
         "--one-port",
         action="store_true",
         help="Serve gRPC and the DHT node on the port of --listen alone.",
+    )
+    parser.add_argument(
+        "--copies",
+        metavar="TARGET",
+        help="Folder or URL of fsspec for copies of the run; overrides the file (default: none).",
+    )
+    parser.add_argument(
+        "--restore",
+        metavar="TARGET",
+        help="Continue a run from its copies there, in a new state directory, with the same "
+        "invite; the coordinator that wrote them must not run any more.",
+    )
+    parser.add_argument(
+        "--recovery-key",
+        type=Path,
+        metavar="FILE",
+        help="With --restore: the recovery.key of the state directory that was lost.",
+    )
+    parser.add_argument(
+        "--older",
+        action="store_true",
+        help="With --restore: take the copy before the newest one, if that is damaged.",
     )
     parser.add_argument(
         "--advertise",
@@ -106,11 +140,13 @@ def run(args: argparse.Namespace) -> int:
     """Run the coordinator until a signal stops it."""
     if args.stop_with_stdin:
         stop_with_stdin()
+    from atoll.coordinator.copies.beside import open_target
     from atoll.coordinator.run.spec import RunSpec
     from atoll.peer.paths import coordinator_state_dir
     from atoll.peer.training.digests import with_digests
 
-    spec = with_addresses(RunSpec.load(args.spec), args)
+    copy = _copy_to_restore(args)
+    spec = with_addresses(RunSpec.load(args.spec) if copy is None else copy.spec, args)
     if args.keep and spec.round.electors != "keepers":
         raise NoKeepers(
             '--keep is for runs in which keepers vote; set electors = "keepers" in [round] of '
@@ -123,6 +159,10 @@ def run(args: argparse.Namespace) -> int:
     if args.invite_file is not None:
         _expect_own_file(args.invite_file)
     state_dir: Path = args.state_dir or coordinator_state_dir(spec.run.name)
+    if copy is not None:
+        copy.restore(spec, state_dir, say)
+    copies = spec.coordinator.copies
+    target = open_target(copies, state_dir) if copies is not None else None
     spec = with_digests(spec, spec_in(state_dir), say)
     genesis = first_state(spec, state_dir)
     costs = costs_of(spec)
@@ -143,7 +183,25 @@ def run(args: argparse.Namespace) -> int:
             has_keeper=args.keep,
             accept_loss=args.accept_loss,
             state_on_disk=None if args.outer_state is None else args.outer_state == "disk",
+            copies=target,
         )
+    )
+
+
+def _copy_to_restore(args: argparse.Namespace) -> CopyToRestore | None:
+    """Return the copy that --restore means; None without. Raises NoRun, CopiesError."""
+    if args.restore is None:
+        if args.recovery_key is not None or args.older:
+            raise NoRun("--recovery-key and --older are for --restore TARGET")
+        if args.spec is None:
+            raise NoRun("name RUN.toml, or the copies of a run with --restore TARGET")
+        return None
+    if args.recovery_key is None:
+        raise NoRun("--restore needs --recovery-key with the file that was kept for this")
+    from atoll.coordinator.copies.beside import CopyToRestore
+
+    return CopyToRestore.found(
+        args.restore, args.recovery_key, args.spec, state_dir=args.state_dir, older=args.older
     )
 
 
@@ -153,7 +211,7 @@ def with_addresses(spec: RunSpec, args: argparse.Namespace) -> RunSpec:
     Raises:
         SpecError: one of them is not an address.
     """
-    names = ("listen", "dht_listen", "metrics_listen", "advertise")
+    names = ("listen", "dht_listen", "metrics_listen", "advertise", "copies")
     given = {name: value for name in names if (value := getattr(args, name)) is not None}
     told = spec.model_dump(mode="json")
     told["coordinator"].update(given)
@@ -238,9 +296,11 @@ async def _serve(
     has_keeper: bool,
     accept_loss: bool,
     state_on_disk: bool | None,
+    copies: Target | None,
 ) -> int:
+    from atoll.coordinator.copies.beside import copying
     from atoll.coordinator.service.server import running
-    from atoll.dht.tasks import Tasks
+    from atoll.dht.tasks import Tasks, race
     from atoll.peer.daemon.reach.bootstrap import BootstrapNode
     from atoll.peer.lab.own_keeper import keep_beside
     from atoll.peer.training.digests import read_tokenizer
@@ -248,16 +308,19 @@ async def _serve(
     admission_s = spec.coordinator.admission_hours * 3600
     stop = asyncio.Event()
     received = _stop_on_signals(stop)
-    async with running(
-        spec,
-        genesis,
-        state_dir,
-        start_node=lambda request: BootstrapNode.start(request, admission_s=admission_s),
-        tokenizer=lambda: read_tokenizer(spec),
-        costs=costs,
-        accept_loss=accept_loss,
-        state_on_disk=state_on_disk,
-    ) as up:
+    async with (
+        running(
+            spec,
+            genesis,
+            state_dir,
+            start_node=lambda request: BootstrapNode.start(request, admission_s=admission_s),
+            tokenizer=lambda: read_tokenizer(spec),
+            costs=costs,
+            accept_loss=accept_loss,
+            state_on_disk=state_on_disk,
+        ) as up,
+        copying(up, copies, say) as keeping,
+    ):
         on_ready(up)
         async with Tasks() as telling:
             if not quiet:
@@ -265,7 +328,7 @@ async def _serve(
                 telling.spawn(_tell_ports(up))
             if has_keeper:
                 telling.spawn(keep_beside(up, say))
-            await stop.wait()
+            await race(stop.wait(), *([] if keeping is None else [keeping.run()]))
     return 130 if received == [signal.SIGINT] else 0
 
 

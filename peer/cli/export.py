@@ -1,10 +1,17 @@
 """`atoll export`: write a checkpoint as a model of Hugging Face, or as one file of parameters."""
 
+from __future__ import annotations
+
 import argparse
 import sys
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING
 
 from atoll.peer.cli import Subparsers, add_checkpoint, new_parser
+
+if TYPE_CHECKING:
+    from atoll.coordinator.checkpoint_sets import CheckpointSet
 
 
 def add_parser(subparsers: Subparsers) -> None:
@@ -17,11 +24,14 @@ def add_parser(subparsers: Subparsers) -> None:
         "LlamaForCausalLM; a custom model must be of a class of `transformers`. Adapters\n"
         "are merged into their base. --format safetensors writes what the run has trained\n"
         "as one file, whatever the model.\n\n"
+        "--round N writes the model after any round that the coordinator's log still has,\n"
+        "computed from a snapshot and the updates after it: name its state directory.\n\n"
         "Of a pipeline, name the file of any stage, or the folder with the folders of all\n"
         "stages. Slices of a custom model are written by --format safetensors alone.",
         examples="atoll export run-00000012.safetensors --format hf --out my-model\n"
         "atoll export run-00000012.safetensors --out my-model --dtype bfloat16\n"
         "atoll export run-00000012.safetensors --init SmolLM2-135M --adapter --out my-adapter\n"
+        "atoll export STATE_DIR --round 7 --out my-model\n"
         "atoll export state/checkpoints --format safetensors --out parameters.safetensors",
     )
     add_checkpoint(parser)
@@ -34,6 +44,13 @@ def add_parser(subparsers: Subparsers) -> None:
     )
     parser.add_argument(
         "--out", type=Path, required=True, metavar="PATH", help="New folder, or file, to write."
+    )
+    parser.add_argument(
+        "--round",
+        type=int,
+        metavar="N",
+        help="Export the model after round N, from the log of the coordinator's state directory "
+        "(default: a checkpoint).",
     )
     parser.add_argument(
         "--dtype",
@@ -49,14 +66,38 @@ def add_parser(subparsers: Subparsers) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Find the checkpoint and write it."""
+    """Find the checkpoint, or compute it from a log, and write it."""
     from atoll.coordinator.checkpoint_sets import find
+
+    if args.round is None:
+        return _export(args, find(args.checkpoint))
+    from atoll.coordinator.checkpoints import save_checkpoint
+    from atoll.coordinator.past_states import run_folder, state_after
+
+    past = state_after(run_folder(args.checkpoint), args.round)
+    # On the disk that takes the result: it is as large as a checkpoint.
+    with TemporaryDirectory(dir=_parent(args.out), prefix=".atoll-export-") as folder:
+        path = Path(folder) / f"{past.spec.run.name}-{past.position:08d}.safetensors"
+        save_checkpoint(path, past)
+        del past
+        return _export(args, find(path))
+
+
+def _parent(out: Path) -> Path:
+    """Return the folder that will hold the result. Raises ExportError."""
+    from atoll.peer.training.one_file import ExportError
+
+    if not out.absolute().parent.is_dir():
+        raise ExportError(f"{out}: the folder does not exist; create it first")
+    return out.absolute().parent
+
+
+def _export(args: argparse.Namespace, found: CheckpointSet) -> int:
     from atoll.coordinator.checkpoints import after_rounds
     from atoll.peer.training.hf.export import export, export_stages
     from atoll.peer.training.one_file import ExportError, export_parameters
     from atoll.peer.training.trained import load_checkpoint
 
-    found = find(args.checkpoint)
     if args.adapter and (args.format != "hf" or found.spec.model.lora is None):
         raise ExportError("--adapter is for a run with [model.lora] and --format hf; omit it")
     if args.format == "safetensors":

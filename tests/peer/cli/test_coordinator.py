@@ -9,6 +9,7 @@ import time
 
 import pytest
 
+from atoll.coordinator.copies.sealing import RecoveryKey
 from atoll.coordinator.run.spec import RunSpec, template
 from atoll.peer.cli.coordinator import costs_of
 from support.commands import contents, refused
@@ -72,6 +73,40 @@ def test_patterns_that_do_not_fit_the_model_leave_no_state_directory(atoll, spec
     told = refused(atoll("coordinator", spec, "--state-dir", "state"))
     assert "topology.stages: no pattern matches slices.1.attention_norm.weight; add it" in told
     assert not (tmp_path / "state").exists()
+
+
+def test_a_target_that_cannot_be_written_leaves_no_directory(atoll, spec_file, tmp_path):
+    (tmp_path / "file").write_text("")
+    start = ("coordinator", spec_file(), "--state-dir", "state", "--copies")
+    told = refused(atoll(*start, tmp_path / "file" / "below"))
+    assert "cannot be written: the folder or bucket is not there" in told
+    assert "pass a folder or a URL" in refused(atoll(*start, "no-such-protocol://x"))
+    assert not (tmp_path / "state").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ([], "name RUN.toml, or the copies"),
+        (["--restore", "copies"], "--restore needs --recovery-key"),
+        (["RUN.toml", "--older"], "are for --restore TARGET"),
+        (["--restore", "copies", "--recovery-key", "no.key"], "no.key: cannot be read"),
+    ],
+)
+def test_a_restore_that_lacks_something_is_refused(atoll, spec_file, arguments, expected):
+    spec_file()
+    assert expected in refused(atoll("coordinator", *arguments))
+
+
+def test_a_restore_from_a_folder_without_copies_leaves_nothing(atoll, tmp_path):
+    RecoveryKey(b"k" * 32).write(tmp_path / "recovery.key")
+    restore = ("coordinator", "--restore", "copies", "--recovery-key", "recovery.key")
+    assert "expected copies of a run, got none" in refused(atoll(*restore))
+    (tmp_path / "state").mkdir()
+    (tmp_path / "state" / "notes.txt").write_text("")
+    told = refused(atoll(*restore, "--state-dir", "state"))
+    assert "expected a new or empty directory" in told
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["recovery.key", "state"]
 
 
 def test_newcomers_are_placed_by_what_stages_cost(capsys):

@@ -1,0 +1,123 @@
+"""Whose copies count: each coordinator's directory has a folder in the target.
+
+    TARGET/NUMBER-RANDOM/owner    32 bytes of authentication code, then JSON: run_id, run_name, at_s
+    copies.json                   {"owner": "NUMBER-RANDOM"} in the coordinator's directory
+
+A restore takes the next number, before anything of it serves. From then on the coordinator that
+wrote the copies is superseded: it notices at its next look, and ends; started again, it refuses.
+The owner with the highest name counts, so two restores at once leave one of them. Only a restore
+can supersede: an owner's record is authenticated under the recovery key.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import time
+from pathlib import Path
+
+from atoll.coordinator.copies.manifest import LATEST, OWNER
+from atoll.coordinator.copies.sealing import MAC_BYTES, RecoveryKey
+from atoll.coordinator.copies.target import CopyDamaged, NotOurs, Superseded, Target
+from atoll.optim.log.store import sync_folder
+
+OWNER_FILE = "copies.json"
+_RECORD = "owner"
+_MAX_RECORD = 4096
+
+
+def read_owner(state_dir: Path) -> str:
+    """Return a directory's owner; empty if it has none, or its file is damaged."""
+    try:
+        told = json.loads((state_dir / OWNER_FILE).read_bytes()[:_MAX_RECORD])["owner"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return ""
+    return told if isinstance(told, str) and OWNER.fullmatch(told) else ""
+
+
+def keep_owner(state_dir: Path, owner: str) -> None:
+    """Write a directory's owner, synced."""
+    path = state_dir / OWNER_FILE
+    partial = path.with_name(f".{path.name}.new")
+    with open(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
+        json.dump({"owner": owner}, file)
+        file.flush()
+        os.fsync(file.fileno())
+    partial.replace(path)
+    sync_folder(state_dir)
+
+
+def owners(target: Target) -> list[str]:
+    """Return the owners in a target, oldest first. Raises TargetFailed."""
+    return [name for name in target.names() if OWNER.fullmatch(name)]
+
+
+def expect_target(target: Target, state_dir: Path) -> None:
+    """Check that copies of a directory can be written to a target, before a coordinator starts.
+
+    Raises:
+        TargetFailed: it cannot be written, or not be read.
+        NotOurs: it holds copies of another run, or of another directory.
+        Superseded: the run was restored elsewhere.
+    """
+    target.expect_writable()
+    there, own = owners(target), read_owner(state_dir)
+    if own in there:
+        expect_newest(target, RecoveryKey.of(state_dir), own)
+    elif there:
+        raise NotOurs(
+            f"{target.url}: it holds copies of {_whose(target, there[-1])}, which this directory "
+            f"({state_dir}) has not written; continue that run with --restore in a new directory, "
+            "or choose another target"
+        )
+
+
+def expect_newest(target: Target, key: RecoveryKey, own: str) -> None:
+    """Check that nobody has restored the run since.
+
+    Raises:
+        Superseded: somebody has.
+        TargetFailed: this cannot be read.
+    """
+    for later in (name for name in owners(target) if name > own):
+        if _is_genuine(target, key, later):
+            raise Superseded(
+                f"{target.url}: the run was restored from its copies by another coordinator "
+                f"({later}), so this one must not go on: two would split the run. Stop the other "
+                "one first if this is the one to keep, and restore again, into a new directory"
+            )
+
+
+def claim(target: Target, key: RecoveryKey, *, run_id: str, run_name: str) -> str:
+    """Become the newest owner; return its name. Raises TargetFailed."""
+    number = max((int(name[:6]) for name in owners(target)), default=0) + 1
+    owner = f"{number:06d}-{secrets.token_hex(4)}"
+    record = {"run_id": run_id, "run_name": run_name, "at_s": time.time()}
+    name = f"{owner}/{_RECORD}"
+    target.replace(name, key.signed(json.dumps(record).encode(), name))
+    return owner
+
+
+def newest_with_copies(target: Target) -> str:
+    """Return the newest owner that has a whole copy; empty if there is none."""
+    found = (name for name in reversed(owners(target)) if LATEST in target.names(name))
+    return next(found, "")
+
+
+def _is_genuine(target: Target, key: RecoveryKey, owner: str) -> bool:
+    name = f"{owner}/{_RECORD}"
+    try:
+        key.opened(target.read(name, _MAX_RECORD), name)
+    except (NotOurs, CopyDamaged):
+        return False
+    return True
+
+
+def _whose(target: Target, owner: str) -> str:
+    """Return whose copies somebody's are, for a message: nothing vouches for it."""
+    try:
+        raw = target.read(f"{owner}/{_RECORD}", _MAX_RECORD)[MAC_BYTES:]
+        return f"run {str(json.loads(raw)['run_name'])[:64]}"
+    except (ValueError, KeyError, TypeError):  # CopyDamaged is a ValueError
+        return "a run"

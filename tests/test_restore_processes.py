@@ -1,0 +1,146 @@
+"""Processes as people start them: a coordinator's machine is lost, and then every machine."""
+
+import asyncio
+import contextlib
+import shutil
+import socket
+import sqlite3
+from pathlib import Path
+
+import pytest
+
+from atoll.coordinator.rpc.client_errors import Busy
+from atoll.coordinator.run.invite import Invite
+from atoll.coordinator.run.spec import RunSpec, template
+from atoll.coordinator.run.status import RunStatus
+from atoll.optim.log.entry import Entry, extend_chain, sha256
+from atoll.optim.log.store import LOG_FILE
+from atoll.peer.cli.watching import asking
+from atoll.peer.lab.children import Child
+from support.child_runs import PEER, until, write_spec
+
+# In one process: tests/coordinator/copies.
+pytestmark = [pytest.mark.exhaustive, pytest.mark.slow, pytest.mark.timeout(480)]
+
+TEXT = "What one machine has lost, another one has. " * 2000
+PATIENCE_S = 240.0  # an epoch opens a minute after a run has come to stand still
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        return free.getsockname()[1]
+
+
+def chain_of(state: Path) -> list[bytes]:
+    """Check that the entries of a log follow each other; return the chain before each."""
+    log = f"file:{state / 'log' / LOG_FILE}?mode=ro"
+    with contextlib.closing(sqlite3.connect(log, uri=True)) as db:
+        rows = db.execute("SELECT position, entry FROM entries ORDER BY position").fetchall()
+    chains = [Entry.decode(rows[0][1]).previous_chain]
+    for number, (position, raw) in enumerate(rows):
+        assert position == number
+        assert Entry.decode(raw).previous_chain == chains[-1]
+        chains.append(extend_chain(chains[-1], sha256(raw)))
+    return chains
+
+
+class Lab:
+    """A run whose coordinators have the same ports, as behind one name."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.copies = folder, folder / "copies"
+        path = write_spec(folder, text=TEXT, run={"name": "kept"}, round={"snapshot_every": 4})
+        fields = RunSpec.load(path).model_dump(mode="json")
+        fields["coordinator"] |= {
+            "listen": f"127.0.0.1:{free_port()}",
+            "dht_listen": f"127.0.0.1:{free_port()}",
+            "copies": str(self.copies),
+        }
+        path.write_text(template(RunSpec.from_dict(fields)))
+        self.spec = path
+        self.children: list[Child] = []
+
+    async def start(self, name: str, *arguments: object) -> Child:
+        log = self.folder / f"{name}.log"
+        self.children.append(await Child.start(name, log, list(map(str, arguments))))
+        return self.children[-1]
+
+    async def coordinator(self, name: str, *arguments: object) -> tuple[Child, str]:
+        state, file = self.folder / name, self.folder / f"{name}.invite"
+        child = await self.start(
+            f"{name}-coordinator",
+            *("coordinator", *arguments, "--state-dir", state, "--invite-file", file),
+            "--stop-with-stdin",
+        )
+        await until(file.exists, child)
+        return child, file.read_text().strip()
+
+    async def peer(self, name: str, invite: str) -> Child:
+        state, text = self.folder / name, self.folder / "text.txt"
+        named = ("--name", name, "--state-dir", state, "--data", text)
+        return await self.start(name, "peer", invite, *PEER, *named)
+
+    async def seen(self, invite: str, condition, *children: Child) -> RunStatus:
+        async with asyncio.timeout(PATIENCE_S):
+            while True:
+                with contextlib.suppress(Busy):  # all processes here are of one address
+                    async with asking(Invite.decode(invite)) as client:
+                        now = await client.status()
+                    if condition(now):
+                        return now
+                for child in children:
+                    assert child.running, child.failure()
+                await asyncio.sleep(2.0)
+
+    async def lose(self, *children: Child) -> None:
+        for child in children:
+            child.kill()
+            await child.stop()
+            self.children.remove(child)
+
+
+async def hold(folder: Path) -> None:
+    lab = Lab(folder)
+    key = folder / "recovery.key"
+    try:
+        first, invite = await lab.coordinator("first", lab.spec)
+        peers = [await lab.peer(name, invite) for name in ("one", "two")]
+        copied = await lab.seen(
+            invite, lambda now: now.copies and now.copies.position >= 4, first, *peers
+        )
+        before = await lab.seen(
+            invite, lambda now: now.position > copied.copies.position + 2, first, *peers
+        )
+        shutil.copy(folder / "first" / "recovery.key", key)
+        await lab.lose(first)
+        shutil.rmtree(folder / "first")
+
+        restored = ("--restore", lab.copies, "--recovery-key", key)
+        second, again = await lab.coordinator("second", *restored)
+        assert again == invite
+        now = await lab.seen(invite, lambda now: now.position > before.position + 4, second, *peers)
+        assert now.epoch == 0  # the peers' own: nothing was decided twice, nothing void
+        chains = chain_of(folder / "second")
+        assert chains[before.position].hex() == before.chain
+        end = await lab.seen(
+            invite, lambda status: status.copies.position > now.position, second, *peers
+        )
+
+        await lab.lose(second, *peers)
+        for name in ("second", "one", "two"):
+            shutil.rmtree(folder / name)
+        third, again = await lab.coordinator("third", *restored, "--accept-loss")
+        assert again == invite
+        start = await lab.seen(invite, lambda now: True, third)
+        assert start.position >= end.copies.position
+        peers = [await lab.peer(name, invite) for name in ("three", "four")]
+        await lab.seen(invite, lambda now: now.position > start.position + 2, third, *peers)
+        after = chain_of(folder / "third")
+        assert after[before.position] == chains[before.position]
+    finally:
+        for child in reversed(lab.children):
+            await child.stop()
+
+
+def test_a_run_outlives_its_coordinator_and_then_all_of_its_machines(tmp_path: Path) -> None:
+    asyncio.run(hold(tmp_path))

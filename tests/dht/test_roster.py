@@ -76,7 +76,7 @@ def test_a_swapped_credential_is_refused():
 
 
 def test_an_expired_admission_is_refused_by_the_reader():
-    def check(peer, credential):
+    def check(peer, credential, use=""):
         raise Refused(RefusalCode.NOT_ADMITTED, f"{credential!r} ran out")
 
     with pytest.raises(RecordError, match="ran out"):
@@ -206,7 +206,7 @@ class FakeDht:
         return Found(self.records) if self.records else None
 
 
-def admit(peer, credential):
+def admit(peer, credential, use=""):
     if credential != b"ticket":
         raise Refused(RefusalCode.NOT_ADMITTED, "no ticket")
 

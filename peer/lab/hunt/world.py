@@ -169,7 +169,7 @@ class World:
         planned = getattr(method, "lr", 0.0), getattr(method, "momentum", 0.0)
         self.audit = Audit(_keys(plan).run_public_key, planned)
         self.coordinator = CoordinatorMachine(self, "coordinator", _identity(plan, 0))
-        self.organiser = Organiser(self, _keys(plan), _identity(plan, -1))
+        self.organiser = Organiser(self, _keys(plan), _identity(plan, -1), plan.faults)
         self.peers: list[PeerMachine] = []
         for _ in range(plan.keepers):
             self._add_peer(is_keeper=True)
@@ -216,8 +216,8 @@ class World:
     def audited(self, machine: Machine, check: Check) -> Check:
         """Return a check of admissions that is checked itself."""
 
-        def audited_check(remote: str, credential: bytes) -> float | None:
-            until_s = check(remote, credential)
+        def audited_check(remote: str, credential: bytes, /, use: str = "") -> float | None:
+            until_s = check(remote, credential, use)
             admission = Admission.open(credential, _keys(self.plan).run_public_key)
             late_s = self._true_clock_s() - admission.expires_s - self._clock_errors_s
             if late_s > CLOCK_SLACK_S + 1 or admission.peer_id != remote:

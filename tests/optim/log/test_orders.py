@@ -265,7 +265,7 @@ def give(replica: Replica, swarm: kit.Swarm, change: Change, **changes: Any) -> 
     """Let the swarm decide the next order."""
     before = replica.settings
     record = signed(before.number + 1, change)
-    settings = before.after(replica.open_order(record), replica.position).stored
+    settings = before.after(replica.open_order(record, before.key), replica.position).stored
     control = {"kind": "control", "members": (), "parts": (), "order": record}
     entry, _ = swarm.entry(replica.run_id, replica.head, **control, settings=settings, **changes)
     replica.accept(replica.check(entry, swarm.certify(entry)), b"")
@@ -398,24 +398,24 @@ def test_no_round_has_an_evicted_member(reopen: Open, swarm: kit.Swarm) -> None:
 
 def test_an_order_under_another_key_is_refused(reopen: Open) -> None:
     replica = reopen()
-    with pytest.raises(OrderInvalid, match="signature of the run's key"):
-        replica.open_order(signed(1, PauseRun(), RunKeys.generate()))
+    with pytest.raises(OrderInvalid, match="signature of the organiser's key"):
+        replica.open_order(signed(1, PauseRun(), RunKeys.generate()), None)
     with pytest.raises(MalformedRecord):
-        replica.open_order(b"no order")
+        replica.open_order(b"no order", None)
 
 
 def test_an_order_of_another_run_is_refused(reopen: Open) -> None:
     replica = reopen()
     with pytest.raises(OrderInvalid, match="another"):
-        replica.open_order(signed(1, PauseRun(), run_id=b"s" * 32))
+        replica.open_order(signed(1, PauseRun(), run_id=b"s" * 32), None)
 
 
 def test_each_log_of_a_run_takes_its_orders(tmp_path: Path) -> None:
     replica = open_replica(tmp_path, KEYS)
     replica.module = replace(replica.module, run_id=log_id(RUN, "stage-2"), name="stage-2")
-    assert replica.open_order(signed(1, PauseRun())).change == PauseRun()
+    assert replica.open_order(signed(1, PauseRun()), None).change == PauseRun()
     with pytest.raises(OrderInvalid, match="another"):
-        replica.open_order(signed(1, PauseRun(), run_id=replica.run_id))
+        replica.open_order(signed(1, PauseRun(), run_id=replica.run_id), None)
     replica.store.close()
 
 

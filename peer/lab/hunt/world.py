@@ -30,7 +30,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from atoll.coordinator import invites
 from atoll.coordinator.coordinator import Coordinator
 from atoll.coordinator.rpc import channel
-from atoll.coordinator.run import admission, eviction, keys
+from atoll.coordinator.run import admission, eviction
 from atoll.coordinator.run.admission import CLOCK_SLACK_S, Admission
 from atoll.coordinator.run.invite import Invite
 from atoll.coordinator.run.keys import RunKeys
@@ -42,6 +42,7 @@ from atoll.dht import clock, identity
 from atoll.dht.identity import Identity
 from atoll.dht.testing.memory import MemoryLink, MemoryNetwork, MemoryTransport
 from atoll.dht.transport import Check, TransportError
+from atoll.optim.log import entry as log_entry
 from atoll.optim.log.entry import Entry, sha256
 from atoll.optim.log.orders import EvictPeer, ReadmitPeer, ResumeRun, RunSettings
 from atoll.optim.log.replica import DISK_ERRORS, Applied, LiveReplica
@@ -84,7 +85,7 @@ MOST_TASKS = 120  # of a machine, a second after everything has healed and gone 
 NUMEL = 1500
 BLOCKS = 3
 MOST_PEERS = 6
-VERIFYING = (admission, eviction, identity, keys)  # modules that verify signatures
+VERIFYING = (admission, eviction, identity, log_entry)  # modules that verify signatures
 
 
 class WatchedReplica(LiveReplica):

@@ -83,6 +83,17 @@ def test_an_expired_admission_is_refused_by_the_reader():
         open_record(signed(), run_id=RUN, check=check)
 
 
+def test_a_record_names_no_role_that_its_admission_does_not_allow():
+    asked = []
+
+    def check(peer, credential, use=""):
+        asked.append(use)
+
+    open_record(signed(record(role="follower")), run_id=RUN, check=check)
+    open_record(signed(), run_id=RUN, check=check)
+    assert asked == ["record:follower", "record:trainer"]
+
+
 @pytest.mark.parametrize(
     "change",
     [

@@ -7,6 +7,7 @@ Exceptions:
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import hashlib
 import hmac
@@ -18,12 +19,32 @@ from enum import StrEnum
 from typing import Literal
 
 from atoll.coordinator.history import EventLog
-from atoll.coordinator.invites import InviteDesk, InviteRefused
+from atoll.coordinator.invites import (
+    InviteDesk,
+    InviteRefused,
+    InviteRevoked,
+    InvitesError,
+    keep,
+    listed,
+    revoke,
+)
 from atoll.coordinator.policies import ReportLimit
 from atoll.coordinator.presence import MAX_PEERS
 from atoll.coordinator.rpc.messages import NONCE_TTL_S, PROTOCOL, join_payload
-from atoll.coordinator.run.admission import CLOCK_SLACK_S, Admission, Role
+from atoll.coordinator.run.admission import (
+    CLOCK_SLACK_S,
+    MAX_INVITE_CHARS,
+    Admission,
+    Role,
+)
 from atoll.coordinator.run.eviction import sign_evictions
+from atoll.coordinator.run.invite_request import (
+    ORGANISER,
+    InviteRequest,
+    InviteRequestInvalid,
+    ListedInvite,
+    pack_list,
+)
 from atoll.coordinator.run.keys import RunKeys
 from atoll.coordinator.run.sections import CoordinatorSection
 from atoll.coordinator.run.status import Event
@@ -33,7 +54,8 @@ from atoll.optim.log.entry import Verify
 EVENT_BURST = 64.0  # what a peer kept while the coordinator was away: two heartbeats' worth
 EVENTS_PER_S = 1.0  # far above what people can read
 _NONCE_BYTES = 32  # 8 of time, 8 random, 16 of the HMAC
-_SESSION_BYTES = 40  # 8 of time, 32 of the HMAC
+_SESSION_HEAD = struct.Struct(">QB")  # expiry, and whether the peer is a follower
+_MAC_BYTES = 32
 
 
 class RefusalStatus(StrEnum):
@@ -45,7 +67,7 @@ class RefusalStatus(StrEnum):
     INVALID_ARGUMENT = "invalid_argument"
     NOT_FOUND = "not_found"
     RESOURCE_EXHAUSTED = "resource_exhausted"
-    ABORTED = "aborted"  # for ever: the organiser has evicted the caller
+    ABORTED = "aborted"  # for ever: the organiser has put the caller out
 
 
 class Refusal(Exception):
@@ -57,11 +79,21 @@ class Refusal(Exception):
         self.status = status
 
 
+@dataclass(frozen=True, kw_only=True)
+class SessionTerms:
+    """What a peer's session says of it."""
+
+    is_follower: bool = False
+    invite: str = ""
+    """Id of the invite by which it joined; empty without one."""
+
+
 class SessionTokens:
     """Nonces and session tokens of one coordinator, without a table: HMACs under its secret.
 
         nonce    u64 big-endian milliseconds | 8 random bytes | first 16 bytes of HMAC-SHA256
-        session  u64 big-endian seconds of expiry | HMAC-SHA256
+        session  u64 big-endian seconds of expiry | u8 1 of a follower, else 0 |
+                 id of the invite, 0 to 16 characters | HMAC-SHA256
 
     The HMACs cover the PeerID. As the secret is on disk, tokens outlive a restart.
     """
@@ -84,18 +116,26 @@ class SessionTokens:
         expected = self._mac(b"nonce", peer_id, head)[:16]
         return hmac.compare_digest(mac, expected) and abs(age_s) <= ttl_s
 
-    def session(self, peer_id: str, expires_s: float) -> bytes:
+    def session(self, peer_id: str, expires_s: float, terms: SessionTerms) -> bytes:
         """Return the secret token of `peer_id`."""
-        head = struct.pack(">Q", int(expires_s))
+        head = _SESSION_HEAD.pack(int(expires_s), terms.is_follower) + terms.invite.encode()
         return head + self._mac(b"session", peer_id, head)
 
-    def is_session(self, session: bytes, peer_id: str, now_s: float) -> bool:
-        """Return True if this is a current token of `peer_id`."""
-        if len(session) != _SESSION_BYTES:
-            return False
-        head, mac = session[:8], session[8:]
-        current = now_s <= struct.unpack(">Q", head)[0]
-        return hmac.compare_digest(mac, self._mac(b"session", peer_id, head)) and current
+    def open(self, session: bytes, peer_id: str, now_s: float) -> SessionTerms | None:
+        """Return what a token of `peer_id` says; None unless it is one, and current."""
+        size = len(session) - _MAC_BYTES
+        if not _SESSION_HEAD.size <= size <= _SESSION_HEAD.size + MAX_INVITE_CHARS:
+            return None
+        head, mac = session[:size], session[size:]
+        if not hmac.compare_digest(mac, self._mac(b"session", peer_id, head)):
+            return None
+        expires_s, is_follower = _SESSION_HEAD.unpack_from(head)
+        invite = head[_SESSION_HEAD.size :].decode()
+        return (
+            SessionTerms(is_follower=bool(is_follower), invite=invite)
+            if now_s <= expires_s
+            else None
+        )
 
     def _mac(self, use: bytes, peer_id: str, head: bytes) -> bytes:
         # `use` keeps a nonce from passing as a session.
@@ -160,10 +200,12 @@ class AdmissionControl:
         self._clock = clock
         self._steady = steady
         self._sessions = SessionTokens(keys.session_secret)
-        self._evictions: tuple[list[str], bytes] | None = None
+        self._evictions: tuple[tuple[list[str], list[str]], bytes] | None = None
         self._event_limits: dict[str, ReportLimit] = {}
         self._limits: dict[str, ReportLimit] = {}
         self._admitted_until_s: dict[str, float] = {}
+        self._terms: dict[str, SessionTerms] = {}
+        """Of the peers that have called; each call brings it again."""
 
     def challenge(self, peer_id: str) -> bytes:
         """Return a nonce for `peer_id` to sign."""
@@ -180,12 +222,14 @@ class AdmissionControl:
         self._expect_run(request.run_id)
         self._expect_proof(request)
         _expect_role(request.role)
-        self._expect_invited(request)
+        terms = self._expect_invited(request)
+        self._note(request.peer_id, terms)
         role = self.role_of(request.peer_id, request.role)
         text = f"joined as {role} (version {request.version[:32]})"  # anyone may claim anything
         self._events.add("info", request.peer_id, text)
         self._on_joined(request.peer_id)
-        session = self._sessions.session(request.peer_id, self._clock() + self._admission_s())
+        expires_s = self._clock() + self._admission_s()
+        session = self._sessions.session(request.peer_id, expires_s, terms)
         return Welcome(admission=self.admit(request.peer_id, role), session=session)
 
     def admit(self, peer_id: str, role: Role) -> bytes:
@@ -202,6 +246,7 @@ class AdmissionControl:
             run_id=self._run_id,
             issued_s=int(now_s),
             expires_s=int(expires_s),
+            invite=self._terms.get(peer_id, SessionTerms()).invite,
         )
         return admission.sign(self._keys.signer)
 
@@ -211,16 +256,27 @@ class AdmissionControl:
         return self.admit(peer_id, role) if left_s < self._admission_s() / 2 else b""
 
     def role_of(self, peer_id: str, claimed: str) -> Literal["trainer", "follower", "keeper"]:
-        """Return a peer's role: its invite makes a keeper, no word of its own does."""
+        """Return a peer's role: its invite makes a keeper or a trainer, no word of its own does."""
         if self._has_keepers and self._desk.is_keeper(peer_id):
             return "keeper"
-        return "follower" if claimed == "follower" else "trainer"
+        is_follower = self._terms.get(peer_id, SessionTerms()).is_follower
+        return "follower" if is_follower or claimed == "follower" else "trainer"
 
     def authenticate(self, peer_id: str, session: bytes) -> None:
-        """Raise Refusal unless this is a current session of the peer."""
-        if not self._sessions.is_session(session, peer_id, self._clock()):
+        """Raise Refusal unless this is a current session of the peer, by an invite that counts."""
+        terms = self._sessions.open(session, peer_id, self._clock())
+        if terms is None:
             raise Refusal(RefusalStatus.UNAUTHENTICATED, "no current session; join first")
         self._expect_not_evicted(peer_id)
+        if self._desk.is_revoked(terms.invite):
+            raise Refusal(RefusalStatus.ABORTED, str(InviteRevoked()))
+        self._note(peer_id, terms)
+
+    def _note(self, peer_id: str, terms: SessionTerms) -> None:
+        """Remember what a peer's session says; an authenticated call has just said it."""
+        if len(self._terms) > 2 * MAX_PEERS:
+            self._terms.clear()
+        self._terms[peer_id] = terms
 
     def limit_reports(self, peer_id: str) -> None:
         """Raise Refusal if an authenticated peer reports far too often."""
@@ -244,37 +300,81 @@ class AdmissionControl:
             self._event_limits[peer_id] = limit
         return [event for event in events if limit.take(self._steady())]
 
-    def expect_token(self, token: bytes) -> None:
+    def expect_token(self, token: bytes, viewer: bytes = b"") -> None:
         """Raise Refusal if the run is invite-only and this is no token of a current invite."""
         if self._settings.invite_only:
             with _refusing():
                 self._desk.refresh()
-                self._desk.watch(token, self._clock())
+                self._desk.watch(token, self._clock(), viewer)
+
+    async def manage_invites(
+        self, data: bytes, signature: bytes, verify_organiser: Callable[[bytes, bytes], bool]
+    ) -> bytes:
+        """Do what the organiser's key asks about invites; return all of them as JSON.
+
+        `verify_organiser(data, signature)` checks a signature of that key. Raises Refusal.
+        """
+        try:
+            request = InviteRequest.open(data, signature, verify_organiser)
+        except InviteRequestInvalid as error:
+            raise Refusal(RefusalStatus.PERMISSION_DENIED, str(error)) from None
+        self._expect_run(bytes.fromhex(request.run_id))
+        nonce = bytes.fromhex(request.nonce)
+        if not self._sessions.is_nonce(nonce, ORGANISER, self._clock(), ttl_s=NONCE_TTL_S):
+            raise Refusal(RefusalStatus.UNAUTHENTICATED, "expected a fresh nonce; ask again")
+        try:
+            # In a thread: a command may hold the lock of the file.
+            invites = await asyncio.to_thread(self._manage, request)
+        except InvitesError as error:
+            raise Refusal(RefusalStatus.INVALID_ARGUMENT, str(error)) from None
+        except OSError as error:
+            raise Refusal(
+                RefusalStatus.RESOURCE_EXHAUSTED,
+                f"the coordinator cannot write to its disk: {error}; free space there",
+            ) from None
+        return pack_list(invites)
+
+    def _manage(self, request: InviteRequest) -> list[ListedInvite]:
+        folder = self._desk.folder
+        if request.issue is not None:
+            keep(folder, request.issue)
+        if request.revoke:
+            revoke(folder, request.revoke, self._keys.token, at_s=self._clock())
+        return [ListedInvite.of(invite, joined) for invite, joined in listed(folder)]
 
     def evicted(self) -> bytes:
-        """Return the signed list of the peers that are out; empty if there have been none."""
+        """Return the signed list of peers that are out, and of revoked invites; empty if none."""
         now_s = self._clock()
         # An older eviction needs no word to the peers: the admission that it ended has expired.
-        listed = self._desk.evicted(now_s - self._admission_s() - CLOCK_SLACK_S)
+        since_s = now_s - self._admission_s() - CLOCK_SLACK_S
+        listed, invites = self._desk.evicted(since_s), self._desk.revoked(since_s)
         ordered = self._ordered_out()
         peer_ids = sorted({*listed, *(ordered or ())})
-        if not peer_ids and ordered is None:  # an empty list tells that a peer may come back
+        # An empty list tells that a peer may come back.
+        if not peer_ids and not invites and ordered is None:
             return b""
-        if not self._evictions or self._evictions[0] != peer_ids:
+        if not self._evictions or self._evictions[0] != (peer_ids, invites):
             record = sign_evictions(
-                peer_ids, run_id=self._run_id, issued_s=int(now_s), key=self._keys.signer
+                peer_ids, invites, run_id=self._run_id, issued_s=int(now_s), key=self._keys.signer
             )
-            self._evictions = (peer_ids, record)
+            self._evictions = ((peer_ids, invites), record)
         return self._evictions[1]
 
     def refresh(self) -> list[str]:
-        """Take up what the organiser changed; return the PeerIDs that are evicted by it."""
-        new = self._desk.refresh()
+        """Take up what the organiser changed; return the PeerIDs that are put out by it."""
+        self._desk.refresh()
+        new, revoked = self._desk.news()
         for eviction in new:
             self._admitted_until_s.pop(eviction.peer_id, None)
             why = f": {eviction.reason}" if eviction.reason else ""
             self._events.report("warning", f"evicted {short(eviction.peer_id)}{why}")
-        return [eviction.peer_id for eviction in new]
+        out = [eviction.peer_id for eviction in new]
+        for invite in revoked:
+            its = [peer for peer, each in self._terms.items() if each.invite == invite]
+            text = f"invite {invite} is revoked, and with it {len(its)} peers that joined by it"
+            self._events.report("warning", text)
+            out += its
+        return out
 
     def evict(self, peer_id: str, reason: str) -> None:
         """Put a peer out; `refresh` reports it. Raises OSError and InvitesError."""
@@ -285,8 +385,13 @@ class AdmissionControl:
         self._desk.readmit(peer_id)
 
     def is_evicted(self, peer_id: str) -> bool:
-        """Return True if the organiser put this peer out."""
-        return self._reason_out(peer_id) is not None
+        """Return True if the organiser put this peer out, or revoked its invite."""
+        terms = self._terms.get(peer_id, SessionTerms())
+        return self._reason_out(peer_id) is not None or self._desk.is_revoked(terms.invite)
+
+    def is_revoked(self, invite: str) -> bool:
+        """Return True if the organiser revoked an invite."""
+        return self._desk.is_revoked(invite)
 
     def _reason_out(self, peer_id: str) -> str | None:
         """Return why the organiser put a peer out; None if it is not out."""
@@ -302,18 +407,29 @@ class AdmissionControl:
                 f"the organiser has evicted this peer{why}; ask the organiser to readmit it",
             )
 
-    def _expect_invited(self, request: JoinRequest) -> None:
-        is_for_keepers = self._desk.is_for_keepers(request.token)
+    def _expect_invited(self, request: JoinRequest) -> SessionTerms:
+        """Return what a peer's invite makes of it. Raises Refusal."""
+        kind = self._desk.kind_of(request.token)
         self._expect_not_evicted(request.peer_id)
-        if is_for_keepers and not self._has_keepers:
+        if kind == "keeper" and not self._has_keepers:
             raise Refusal(
                 RefusalStatus.PERMISSION_DENIED,
                 "the invite is for keepers, but in this run members vote "
                 '(round.electors = "members"); ask the organiser for one for trainers',
             )
+        is_follower = request.role == "follower"
+        if kind == "follower" and not is_follower:
+            raise Refusal(
+                RefusalStatus.PERMISSION_DENIED,
+                "the invite is for followers, which do not train; ask the organiser for one for "
+                "trainers",
+            )
+        # Anyone may train in an open run; an invite that says less is taken at its word.
+        if not self._settings.invite_only and kind in (None, "trainer"):
+            return SessionTerms(is_follower=is_follower)
         with _refusing():
-            if self._settings.invite_only or is_for_keepers:
-                self._desk.join(request.token, request.peer_id, self._clock())
+            invite = self._desk.join(request.token, request.peer_id, self._clock())
+        return SessionTerms(is_follower=is_follower, invite=invite.id)
 
     def _expect_run(self, run_id: bytes) -> None:
         if run_id != self._run_id:
@@ -341,6 +457,13 @@ class AdmissionControl:
 def _refusing() -> Iterator[None]:
     try:
         yield
+    except InviteRevoked as error:  # for ever: a peer that was in the run ends
+        raise Refusal(RefusalStatus.ABORTED, str(error)) from None
+    except OSError as error:
+        raise Refusal(
+            RefusalStatus.RESOURCE_EXHAUSTED,
+            f"the coordinator cannot note this use of the invite: {error}; free space there",
+        ) from None
     except InviteRefused as error:
         raise Refusal(RefusalStatus.PERMISSION_DENIED, str(error)) from None
 

@@ -272,7 +272,7 @@ class Coordinator:
             log.retire(status)
         for event in self.admission.paced(status.peer_id, events):
             self._events.add(event.level, status.peer_id, event.text, at_s=event.at)
-        for trace in traces:
+        for trace in traces if role != "follower" else ():
             log.rounds.trace(status.peer_id, trace, self._clock())
         if evidence:
             self._take_evidence(log, status.peer_id, evidence)
@@ -309,6 +309,11 @@ class Coordinator:
                 self.admission.evict(evidence.peer_id, reason)
             except (OSError, InvitesError) as error:
                 self.report_disk(error)
+
+    async def manage_invites(self, request: bytes, signature: bytes) -> bytes:
+        """Do what the organiser's key asks about invites; return all of them. Raises Refusal."""
+        verify = self._orders.verify_organiser(self._settings())
+        return await self.admission.manage_invites(request, signature, verify)
 
     # Orders
 
@@ -429,7 +434,7 @@ class Coordinator:
             settings=log.settings.numbers,
             evicted=list(log.settings.evicted),
             reducer=log.settings.reducer or "",
-            orders_waiting=len(self._orders.lacking(min(s.number for s in self._settings()))),
+            orders_waiting=len(self._orders.lacking(min(self._settings(), key=lambda s: s.number))),
             params=sum(each.params for each in self.logs.values()),
             modules=self._modules(trainers, now_s),
             copies=self.copies() if self.copies is not None else None,

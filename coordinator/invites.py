@@ -1,22 +1,27 @@
 """Invites and evictions: who may join a run, as what, and who may not come back.
 
-The organiser's commands write one file, the coordinator another, so that neither waits for the
+The organiser's commands write one file, on the coordinator's machine or through the coordinator
+(`atoll.coordinator.run.invite_request`), and the coordinator another, so that neither waits for the
 other. Both lie next to the run's keys: access to that directory is the organiser's right. They are
 replaced whole, synced, with mode 0600; the coordinator looks for a new version at every join and
 twice a second.
 
     invites.json    {"version": 1,
-                     "invites": [{"id", "kind": "trainer" | "keeper" | "watcher", "token_sha256",
-                                  "uses", "expires_s", "revoked"}],
+                     "invites": [{"id", "kind": "trainer" | "keeper" | "follower" | "observer",
+                                  "token_sha256", "uses", "expires_s", "revoked", "revoked_s"}],
                      "evicted": [{"peer_id", "at_s", "reason"}]}
     uses.json       {invite id: [PeerID, ...]}, the peers that joined with an invite that has
-                    limits, or is for keepers
+                    limits, or is for keepers; of an invite for observers, what names them
 
 Tokens are kept as SHA-256: a copy of these files admits no peer. A use is a PeerID, not a join: a
-peer that restarts takes no second one, and may come back after the invite has expired. The invite
-that `atoll coordinator` prints has the id `first`: it is for trainers, without a limit, until it is
-revoked. A PeerID that has joined with an invite for keepers is a keeper for good, whatever it asks
-for later; only an eviction ends that.
+peer that restarts takes no second one, and may come back after the invite has expired. An observer
+has no PeerID: it is named by a secret of its own, of which the file keeps a digest. A use is on the
+disk before its answer leaves. The invite that `atoll coordinator` prints has the id `first`: it is
+for trainers, without a limit, until it is revoked. A PeerID that has joined with an invite for
+keepers is a keeper for good, whatever it asks for later; only an eviction ends that.
+
+A revoked invite is good for nothing: not for those that joined with it either, whose sessions end
+with it (`atoll.coordinator.admission_control`).
 
 Exceptions:
 
@@ -24,6 +29,7 @@ Exceptions:
       InvitesError      a file is damaged, or names an invite or a peer that is not there
     Exception
       InviteRefused     the token does not allow what is asked; the text is for the other side
+        InviteRevoked   it never will
 """
 
 from __future__ import annotations
@@ -33,24 +39,31 @@ import fcntl
 import hashlib
 import hmac
 import os
-import secrets
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Literal, TypeVar
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
+from atoll.coordinator.run.files import replace_private
+from atoll.coordinator.run.issued_invite import (
+    MAX_INVITES,
+    MAX_USES,
+    IssuedInvite,
+    Kind,
+    new_invite,
+    token_hash,
+)
+
 INVITES_FILE = "invites.json"
 USES_FILE = "uses.json"
 BASE_FILE = "invite"  # the first invite as the running coordinator gave it: addresses and pins
 FIRST = "first"
-MAX_USES = 100_000  # no run has so many peers: beyond is a typo
 MAX_EVICTED = 1024  # newest ones that peers learn of, 53 bytes each; a heartbeat carries changes
 _LOCK_FILE = ".invites.lock"
-_TOKEN_BYTES = 16  # 128 bits, which nobody guesses
+VIEWER_BYTES = 16  # an observer's secret
 
-Kind = Literal["trainer", "keeper", "watcher"]
 T = TypeVar("T")
 
 _CONFIG = ConfigDict(strict=True, extra="forbid")
@@ -64,20 +77,11 @@ class InviteRefused(Exception):
     """The token does not allow what is asked."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class IssuedInvite:
-    """An invite as it is kept: without its token."""
+class InviteRevoked(InviteRefused):
+    """The organiser has revoked the invite."""
 
-    __pydantic_config__ = _CONFIG
-
-    id: str
-    kind: Kind
-    token_sha256: str
-    uses: Annotated[int, Field(ge=0, le=MAX_USES)] = 0
-    """Peers that may join with it; 0: any number."""
-    expires_s: Annotated[float, Field(ge=0)] = 0
-    """Seconds since 1970; 0: never."""
-    revoked: bool = False
+    def __init__(self) -> None:
+        super().__init__("the organiser has revoked this invite; ask for another")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,41 +115,55 @@ class InviteDesk:
 
     def __init__(self, folder: Path, first_token: bytes) -> None:
         """Read both files. Raises InvitesError."""
-        self._folder = folder
+        self.folder = folder
         self._first_token = first_token
         self._seen: tuple[int, int, int] | None = None
         self._uses = read_uses(folder)
         self._by_hash: dict[str, IssuedInvite] = {}
+        self._revoked: dict[str, float] = {}
+        """By id of an invite: when it was revoked."""
         self._evicted: dict[str, Eviction] = {}
+        self._new: tuple[list[Eviction], list[str]] = ([], [])
         self.refresh()
+        self.news()
 
-    def refresh(self) -> list[Eviction]:
-        """Read what the organiser changed; return the evictions that are new."""
+    def news(self) -> tuple[list[Eviction], list[str]]:
+        """Return evictions, and ids of revoked invites, that were read since the last call."""
+        new, self._new = self._new, ([], [])
+        return new
+
+    def refresh(self) -> None:
+        """Read what the organiser changed."""
         try:
-            stat = (self._folder / INVITES_FILE).stat()
+            stat = (self.folder / INVITES_FILE).stat()
             seen = (stat.st_ino, stat.st_mtime_ns, stat.st_size)
         except FileNotFoundError:
             seen = (0, 0, 0)
         if seen == self._seen:
-            return []
-        book = read_book(self._folder)
+            return
+        book = read_book(self.folder)
         self._seen = seen
         invites = {invite.token_sha256: invite for invite in book.invites}
         first = IssuedInvite(id=FIRST, kind="trainer", token_sha256=token_hash(self._first_token))
         self._by_hash = {first.token_sha256: first} | invites
-        before, self._evicted = self._evicted, {e.peer_id: e for e in book.evicted}
-        return [e for e in book.evicted if e.peer_id not in before]
+        before, self._revoked = (
+            self._revoked,
+            {each.id: each.revoked_s for each in book.invites if each.revoked},
+        )
+        self._new[1].extend(self._revoked.keys() - before.keys())
+        in_before, self._evicted = self._evicted, {e.peer_id: e for e in book.evicted}
+        self._new[0].extend(e for e in book.evicted if e.peer_id not in in_before)
 
     def evict(self, peer_id: str, *, at_s: float, reason: str) -> bool:
         """Put a peer out as the organiser would; False if it is out already."""
         return peer_id not in self._evicted and evict(
-            self._folder, peer_id, at_s=at_s, reason=reason
+            self.folder, peer_id, at_s=at_s, reason=reason
         )
 
     def readmit(self, peer_id: str) -> None:
         """Let a peer come back."""
         if peer_id in self._evicted:
-            readmit(self._folder, peer_id)
+            readmit(self.folder, peer_id)
             self.refresh()
 
     def reason_out(self, peer_id: str) -> str | None:
@@ -153,41 +171,79 @@ class InviteDesk:
         eviction = self._evicted.get(peer_id)
         return eviction.reason if eviction is not None else None
 
-    def join(self, token: bytes, peer_id: str, now_s: float) -> None:
-        """Take a use of the token's invite for a peer. Raises InviteRefused."""
+    def join(self, token: bytes, peer_id: str, now_s: float) -> IssuedInvite:
+        """Take a use of the token's invite for a peer, and return the invite.
+
+        Raises:
+            InviteRefused: it allows no such join.
+            OSError: the use cannot be kept.
+        """
         self.refresh()
         invite = self._find(token)
-        if invite.kind == "watcher":
+        if invite.kind == "observer":
             raise InviteRefused(
                 "the invite is for watching only; ask the organiser for one for trainers"
             )
-        used = self._uses.get(invite.id, [])
-        if peer_id in used:
+        if peer_id not in self._uses.get(invite.id, ()):  # who has joined may return
+            self._expect_current(invite, now_s)
+            self._use(invite, peer_id, "peer", "have joined")
+        return invite
+
+    def _use(self, invite: IssuedInvite, user: str, who: str, did: str) -> None:
+        """Note a new user of an invite that counts them, on the disk first."""
+        if not invite.is_counted:
             return
-        self._expect_current(invite, now_s)
+        used = self._uses.get(invite.id, [])
         if invite.uses and len(used) >= invite.uses:
             raise InviteRefused(
-                f"the invite was for {invite.uses} peer{'s' * (invite.uses != 1)}, and all have "
-                "joined; ask the organiser for another"
+                f"the invite was for {invite.uses} {who}{'s' * (invite.uses != 1)}, and all {did}; "
+                "ask the organiser for another"
             )
-        if invite.uses or invite.expires_s or invite.kind == "keeper":
-            self._uses[invite.id] = [*used, peer_id][-MAX_USES:]
-            _replace(self._folder / USES_FILE, _USES.dump_json(self._uses))
+        uses = self._uses | {invite.id: [*used, user][-MAX_USES:]}
+        replace_private(self.folder / USES_FILE, _USES.dump_json(uses))
+        self._uses = uses
 
-    def is_for_keepers(self, token: bytes) -> bool:
-        """Return whether the token is that of an invite for keepers, current or not."""
+    def kind_of(self, token: bytes) -> Kind | None:
+        """Return what a token's invite is for, current or not; None if there is none."""
         self.refresh()
         invite = self._by_hash.get(token_hash(token))
-        return invite is not None and invite.kind == "keeper"
+        return invite.kind if invite is not None else None
+
+    def is_revoked(self, invite_id: str) -> bool:
+        """Return whether the organiser has revoked an invite."""
+        return invite_id in self._revoked
+
+    def revoked(self, since_s: float) -> list[str]:
+        """Return the ids of invites revoked since a time, the newest `MAX_EVICTED`, sorted."""
+        recent = [each for each, at_s in self._revoked.items() if at_s >= since_s]
+        return sorted(sorted(recent, key=lambda each: self._revoked[each])[-MAX_EVICTED:])
 
     def is_keeper(self, peer_id: str) -> bool:
         """Return whether a peer has joined with an invite for keepers."""
         keepers = (i.id for i in self._by_hash.values() if i.kind == "keeper")
         return any(peer_id in self._uses.get(invite_id, ()) for invite_id in keepers)
 
-    def watch(self, token: bytes, now_s: float) -> None:
-        """Accept the token of any current invite. Raises InviteRefused."""
-        self._expect_current(self._find(token), now_s)
+    def watch(self, token: bytes, now_s: float, viewer: bytes = b"") -> None:
+        """Accept the token of any current invite, of an observer as one use of it.
+
+        `viewer` is the secret by which an observer is known again.
+
+        Raises:
+            InviteRefused: the token allows no look.
+            OSError: the use cannot be kept.
+        """
+        invite = self._find(token)
+        self._expect_current(invite, now_s)
+        if invite.kind != "observer" or not invite.uses:
+            return
+        if len(viewer) != VIEWER_BYTES:
+            raise InviteRefused(
+                "the invite is for a number of observers; look with a version of Atoll that names "
+                "them"
+            )
+        name = hashlib.sha256(b"atoll viewer 1" + viewer).hexdigest()
+        if name not in self._uses.get(invite.id, ()):
+            self._use(invite, name, "observer", "have looked")
 
     def evicted(self, since_s: float) -> list[str]:
         """Return the PeerIDs evicted since a time, at most `MAX_EVICTED` of the newest, sorted."""
@@ -203,7 +259,7 @@ class InviteDesk:
                 "expected the token of this run's invite; ask the organiser for an invite"
             )
         if invite.revoked:
-            raise InviteRefused("the organiser has revoked this invite; ask for another")
+            raise InviteRevoked
         return invite
 
     def _expect_current(self, invite: IssuedInvite, now_s: float) -> None:
@@ -215,21 +271,25 @@ class InviteDesk:
 
 
 def issue(folder: Path, *, kind: Kind, uses: int = 0, expires_s: float = 0) -> tuple[str, bytes]:
-    """Add an invite; return its id and its token, which is kept nowhere."""
-    token = secrets.token_bytes(_TOKEN_BYTES)
-    invite = IssuedInvite(
-        id=secrets.token_hex(4),
-        kind=kind,
-        token_sha256=token_hash(token),
-        uses=uses,
-        expires_s=expires_s,
-    )
-    with _changing(folder) as book:
-        book.invites.append(invite)
+    """Add an invite; return its id and its token."""
+    invite, token = new_invite(kind=kind, uses=uses, expires_s=expires_s)
+    keep(folder, invite)
     return invite.id, token
 
 
-def revoke(folder: Path, invite_id: str, first_token: bytes) -> None:
+def keep(folder: Path, invite: IssuedInvite) -> None:
+    """Keep a new invite; once more changes nothing. Raises InvitesError."""
+    with _changing(folder) as book:
+        same = [each for each in book.invites if each.id == invite.id]
+        if not same and len(book.invites) >= MAX_INVITES:
+            raise InvitesError(f"the run has {MAX_INVITES} invites already; use some of them")
+        if same and replace(same[0], revoked=False, revoked_s=0) != invite:
+            raise InvitesError(f"another invite has the id {invite.id}; try again")
+        if not same:
+            book.invites.append(invite)
+
+
+def revoke(folder: Path, invite_id: str, first_token: bytes, *, at_s: float) -> None:
     """Make an invite unusable. Raises InvitesError if there is none of this id."""
     with _changing(folder) as book:
         if invite_id == FIRST and not any(i.id == FIRST for i in book.invites):
@@ -240,9 +300,16 @@ def revoke(folder: Path, invite_id: str, first_token: bytes) -> None:
             ids = ", ".join([FIRST, *(i.id for i in book.invites if i.id != FIRST)])
             raise InvitesError(f"expected the id of an invite ({ids}), got {invite_id!r}")
         for index, invite in enumerate(book.invites):
-            if invite.id == invite_id:
-                revoked = _BOOK.dump_python(InviteBook(invites=[invite]))["invites"][0]
-                book.invites[index] = IssuedInvite(**(revoked | {"revoked": True}))
+            if invite.id == invite_id and not invite.revoked:
+                book.invites[index] = replace(invite, revoked=True, revoked_s=at_s)
+
+
+def listed(folder: Path) -> list[tuple[IssuedInvite, int]]:
+    """Return all invites, the first one too, and how many have used each. Raises InvitesError."""
+    invites, used = list(read_book(folder).invites), read_uses(folder)
+    if not any(invite.id == FIRST for invite in invites):
+        invites.insert(0, IssuedInvite(id=FIRST, kind="trainer", token_sha256=""))
+    return [(invite, len(used.get(invite.id, []))) for invite in invites]
 
 
 def evict(folder: Path, peer_id: str, *, at_s: float, reason: str = "") -> bool:
@@ -278,7 +345,9 @@ def _changing(folder: Path) -> Iterator[InviteBook]:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
         book = read_book(folder)
         yield book
-        _replace(folder / INVITES_FILE, _BOOK.dump_json(_BOOK.validate_python(book), indent=1))
+        replace_private(
+            folder / INVITES_FILE, _BOOK.dump_json(_BOOK.validate_python(book), indent=1)
+        )
     finally:
         os.close(descriptor)
 
@@ -292,18 +361,3 @@ def _read(path: Path, adapter: TypeAdapter[T], empty: Callable[[], T]) -> T:
         raise InvitesError(
             f"{path}: damaged; restore a copy, or delete it, evict the peers and invite them again"
         ) from None
-
-
-def _replace(path: Path, data: bytes) -> None:
-    partial = path.with_name(f".{path.name}.new")
-    descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-    with os.fdopen(descriptor, "wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    partial.replace(path)
-
-
-def token_hash(token: bytes) -> str:
-    """Return what is kept of a token: the SHA-256, in hex."""
-    return hashlib.sha256(b"atoll invite 1" + token).hexdigest()

@@ -32,7 +32,7 @@ from atoll.coordinator.scrubbing import Scrubbing
 from atoll.coordinator.signing import EpochSigner
 from atoll.optim.log.entry import Claim, Elector, Entry, LogError
 from atoll.optim.log.mending import Damage
-from atoll.optim.log.orders import RunSettings, described
+from atoll.optim.log.orders import RunSettings, described, read_order
 from atoll.optim.log.replica import DISK_ERRORS, LiveReplica, NotNext
 from atoll.optim.log.store import SnapshotInfo, StoreHead
 from atoll.optim.reduction.cells import Bytes
@@ -56,8 +56,8 @@ class Surroundings:
     """Monotonic seconds."""
     may_begin: Callable[[], bool]
     """Returns whether the run has enough peers to begin, wherever in it they are."""
-    lacking: Callable[[int], Sequence[bytes]]
-    """Returns the orders that a log lacks whose newest one has this number."""
+    lacking: Callable[[RunSettings], Sequence[bytes]]
+    """Returns the orders that a log lacks, given the settings at its head."""
     on_moved: Callable[[], None]
     """Called when a log has moved on."""
     on_kept: Callable[[], None]
@@ -145,7 +145,7 @@ class KeptLog:
 
     def orders(self) -> Sequence[bytes]:
         """Return the orders that the log lacks."""
-        return self._around.lacking(self.settings.number)
+        return self._around.lacking(self.settings)
 
     @property
     def params(self) -> int:
@@ -363,8 +363,8 @@ class KeptLog:
 
     def _tell_order(self, entry: Entry) -> None:
         if entry.kind == "control":
-            order = self.replica.open_order(entry.order)
-            self._report("info", f"round {entry.position + 1}: {described(order)}")
+            text = described(read_order(entry.order))
+            self._report("info", f"round {entry.position + 1}: {text}")
 
     def _moved_on(self) -> None:
         self._around.on_moved()

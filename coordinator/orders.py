@@ -1,10 +1,11 @@
 """The organiser's orders: which were given, and which a log still lacks.
 
-`atoll run` signs an order with the run's key; the coordinator checks it, keeps it, and gives it to
-peers with its answers to heartbeats until it is in their log. So an order outlives a restart of the
-coordinator, and whoever has the run's key may give one from any machine.
+`atoll run` signs an order with the organiser's key; the coordinator checks it, keeps it, and gives
+it to peers with its answers to heartbeats until it is in their log. So an order outlives a restart
+of the coordinator, and whoever has the organiser's key may give one from any machine.
 
-    orders.json    ["...", ...] signed orders in hex, the newest `KEPT` of them, 0600
+    orders.json    ["ORDER" or "ORDER:KEY", ...] signed orders in hex, the newest `KEPT` of them,
+                   and the public key that signed each, unless it is the run's; 0600
 
 Exceptions:
 
@@ -17,20 +18,23 @@ Exceptions:
 from __future__ import annotations
 
 import json
-import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from atoll.compression.base import CodecError
+from atoll.coordinator.run.files import replace_private
 from atoll.coordinator.run.spec import RunSpec
 from atoll.coordinator.run.spec_problems import SpecError
-from atoll.optim.log.entry import LogError
+from atoll.optim.log.entry import LogError, VerifyRun, verify_key
 from atoll.optim.log.orders import (
     MAX_EVICTED,
     MAX_PENDING,
     Change,
     EvictPeer,
     Order,
+    RotateKey,
     RunSettings,
     SetCodec,
     SetInnerSteps,
@@ -42,7 +46,6 @@ from atoll.optim.log.orders import (
     StopRun,
 )
 from atoll.optim.log.replica import Replay
-from atoll.optim.log.store import sync_folder
 from atoll.optim.methods.base import MethodError
 from atoll.optim.state.layout import Layout
 
@@ -66,6 +69,8 @@ def misfit(spec: RunSpec, change: Change, settings: RunSettings = AS_BEGUN) -> s
         remedy = "; `atoll evict` removes a peer" if isinstance(change, EvictPeer) else ""
         return f"the method {method.name} has no log that could decide orders{remedy}"
     match change:
+        case RotateKey(value=key) if key == settings.key:
+            return "that is the organiser's key already; name a new one"
         case SetCodec(value=codec):
             return _codec_misfit(spec, codec)
         case SetReducer(value=reducer):
@@ -132,6 +137,16 @@ def _changed_spec(spec: RunSpec, section: str, name: str, value: str) -> RunSpec
     return RunSpec.from_dict(plain)
 
 
+@dataclass(frozen=True, kw_only=True)
+class GivenOrder:
+    """An order that the organiser gave."""
+
+    order: Order
+    signed: bytes
+    key: bytes | None
+    """public key that signed it; None: the run's"""
+
+
 class OrderDesk:
     """Takes orders for the coordinator, and keeps them."""
 
@@ -141,39 +156,64 @@ class OrderDesk:
         *,
         run_id: bytes,
         spec: RunSpec,
-        verify_run: Callable[[bytes, bytes], bool],
+        verify_run: VerifyRun,
     ) -> None:
         """Read the file. Raises OrdersError."""
         self._path = path
         self._run_id = run_id
         self._spec = spec
         self._verify_run = verify_run
-        self._orders: dict[int, tuple[Order, bytes]] = {}
+        self._orders: dict[int, GivenOrder] = {}
         """By number, in order."""
-        for signed in _read(path):
+        for signed, key in _read(path):
             try:
-                order = self._open(signed)
+                given = self._open(signed, key)
             except (LogError, OrderRefused) as error:
                 raise OrdersError(
                     f"{path}: damaged ({error}); delete it: orders in the log stay in force"
                 ) from None
-            self._orders[order.number] = order, signed
+            self._orders[given.order.number] = given
 
-    def _open(self, signed: bytes) -> Order:
-        order = SignedOrder.decode(signed).open(self._verify_run)
+    def _open(self, signed: bytes, key: bytes | None) -> GivenOrder:
+        order = SignedOrder.decode(signed).open(self._verify_run, key)
         if order.run_id != self._run_id:
             raise OrderRefused("the order is of another run; pass the invite of this one")
-        return order
+        return GivenOrder(order=order, signed=signed, key=key)
+
+    def _rotations(self) -> list[GivenOrder]:
+        return [each for each in self._orders.values() if isinstance(each.order.change, RotateKey)]
+
+    def _expect_in_force(self, signed: SignedOrder, key: bytes | None) -> None:
+        """Raise OrderRefused if a key signed an order that was in force before."""
+        if signed.is_signed_by(self._verify_run, key):
+            return
+        by = (each for each in self._rotations() if signed.is_signed_by(self._verify_run, each.key))
+        if (last := next(by, None)) is not None:
+            raise OrderRefused(
+                f"the key that signed this order counts no more: order {last.order.number} has "
+                "replaced it; sign with the organiser's key in force (`--key`)"
+            )
+
+    def _expect_new_key(self, key: bytes, signed: bytes) -> None:
+        """Raise OrderRefused if a key is the organiser's already, or was it before."""
+        for each in (signed, *(rotation.signed for rotation in self._rotations())):
+            if SignedOrder.decode(each).is_signed_by(self._verify_run, key):
+                raise OrderRefused("that key was the organiser's before; name a new one")
+
+    def verify_organiser(self, logs: Sequence[RunSettings]) -> VerifyRun:
+        """Return what checks signatures of the organiser's key, after all orders so far."""
+        key = self.settings(logs, 0).key
+        return self._verify_run if key is None else partial(verify_key, key)
 
     def next_number(self, logs: Sequence[RunSettings]) -> int:
         """Return the number of the next order, given the settings at the heads of all logs."""
-        return max([*self._orders, *(each.number for each in logs)], default=0) + 1
+        return self.settings(logs, 0).number + 1
 
     def settings(self, logs: Sequence[RunSettings], position: int) -> RunSettings:
         """Return what will be in force once all orders that were given are decided."""
         settings = max(logs, key=lambda each: each.number)
-        for order, _ in self._row(settings.number):
-            settings = settings.after(order, position)
+        for given in self._row(settings):
+            settings = settings.after(given.order, position)
         return settings
 
     def give(self, signed: bytes, logs: Sequence[RunSettings]) -> Order | None:
@@ -190,23 +230,28 @@ class OrderDesk:
             OrderRefused: it is not the run's next order, does not fit the run, or too many wait.
             OSError: it cannot be kept.
         """
+        if any(each.signed == signed for each in self._orders.values()):
+            return None  # asked once more, as the answer was lost
+        settings = self.settings(logs, 0)
         try:
-            order = self._open(signed)
+            self._expect_in_force(SignedOrder.decode(signed), settings.key)
+            given = self._open(signed, settings.key)
         except LogError as error:
             raise OrderRefused(str(error)) from None
-        due = self.next_number(logs)
-        if order.number in self._orders and self._orders[order.number][1] == signed:
-            return None  # asked once more, as the answer was lost
+        order, due = given.order, settings.number + 1
         if order.number != due:
             raise OrderRefused(f"expected order {due}, got order {order.number}; give it again")
-        if reason := misfit(self._spec, order.change, self.settings(logs, 0)):
+        if reason := misfit(self._spec, order.change, settings):
             raise OrderRefused(reason)
-        if len(self.lacking(min(each.number for each in logs))) >= MAX_PENDING:
+        if isinstance(order.change, RotateKey):
+            self._expect_new_key(order.change.value, signed)
+        if len(self.lacking(min(logs, key=lambda each: each.number))) >= MAX_PENDING:
             raise OrderRefused(
                 f"{MAX_PENDING} orders wait already; they are decided once peers are online"
             )
-        orders = dict([*self._orders.items(), (order.number, (order, signed))][-KEPT:])
-        _write(self._path, [each for _, each in orders.values()])
+        earlier = {n: each for n, each in self._orders.items() if n < order.number}
+        orders = dict([*earlier.items(), (order.number, given)][-KEPT:])
+        _write(self._path, list(orders.values()))
         self._orders = orders
         return order
 
@@ -215,36 +260,40 @@ class OrderDesk:
         settings = self.settings(logs, 0)
         if not settings.number:
             return None
-        changes = (order.change for order, _ in self._orders.values())
+        changes = (each.order.change for each in self._orders.values())
         reasons = {c.peer_id: c.reason for c in changes if isinstance(c, EvictPeer)}
         return {peer: reasons.get(peer, "") for peer in settings.evicted}
 
-    def lacking(self, number: int) -> list[bytes]:
-        """Return the orders that a log lacks whose newest one has this number."""
-        return [signed for _, signed in self._row(number)]
+    def lacking(self, log: RunSettings) -> list[bytes]:
+        """Return the orders that a log lacks, given the settings at its head."""
+        return [each.signed for each in self._row(log)]
 
-    def _row(self, number: int) -> list[tuple[Order, bytes]]:
-        row: list[tuple[Order, bytes]] = []
-        while (found := self._orders.get(number + len(row) + 1)) and len(row) < MAX_PENDING:
+    def _row(self, log: RunSettings) -> list[GivenOrder]:
+        """Return the orders that follow in a log, each signed by the key in force there.
+
+        An order that was given before the coordinator knew of another key in the log is none.
+        """
+        row: list[GivenOrder] = []
+        key = log.key
+        while (found := self._orders.get(log.number + len(row) + 1)) and len(row) < MAX_PENDING:
+            if found.key != key:
+                break
             row.append(found)
+            key = found.order.change.value if isinstance(found.order.change, RotateKey) else key
         return row
 
 
-def _read(path: Path) -> list[bytes]:
+def _read(path: Path) -> list[tuple[bytes, bytes | None]]:
+    """Return the signed orders in the file, each with the key that signed it; None: the run's."""
     try:
-        return [bytes.fromhex(each) for each in json.loads(path.read_text(encoding="ascii"))]
+        rows = [each.partition(":") for each in json.loads(path.read_text(encoding="ascii"))]
+        return [(bytes.fromhex(o), bytes.fromhex(key) if key else None) for o, _, key in rows]
     except FileNotFoundError:
         return []
-    except (ValueError, TypeError):
+    except (ValueError, TypeError, AttributeError):
         raise OrdersError(f"{path}: damaged; delete it: orders in the log stay in force") from None
 
 
-def _write(path: Path, orders: Sequence[bytes]) -> None:
-    partial = path.with_name(f".{path.name}.new")
-    descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-    with os.fdopen(descriptor, "w", encoding="ascii") as file:
-        json.dump([each.hex() for each in orders], file)
-        file.flush()
-        os.fsync(file.fileno())
-    partial.replace(path)
-    sync_folder(path.parent)
+def _write(path: Path, orders: Sequence[GivenOrder]) -> None:
+    rows = [each.signed.hex() + (f":{each.key.hex()}" if each.key else "") for each in orders]
+    replace_private(path, json.dumps(rows).encode("ascii"))

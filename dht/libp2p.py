@@ -899,7 +899,7 @@ class LibP2PTransport:
 
     def _admit(self, stream: LibP2PStream, admission: bytes) -> bool:
         try:
-            self.handlers.check(stream.remote, admission)
+            self.handlers.check(stream.remote, admission, stream.method)
         except Exception as error:
             stream.refuse(self.handlers.refusal(error, self.peer_id))
             return False

@@ -229,7 +229,7 @@ def open_record(data: bytes, *, run_id: str, check: Check = admit_everyone) -> P
     record = _decode_body(body)
     try:
         # First, because it is cheap for members, and the signature means nothing without it.
-        until_s = check(record.peer_id, credential)
+        until_s = check(record.peer_id, credential, f"record:{record.role}")
     except Refused as error:
         raise RecordError(f"record of {record.peer_id}: {error}") from error
     if until_s is not None and until_s < record.expires_at:

@@ -167,12 +167,29 @@ class Stream(Protocol):
 
 CallHandler = Callable[[str, bytes], Awaitable[bytes]]
 StreamHandler = Callable[[str, Stream], Awaitable[None]]
-Check = Callable[[str, bytes], float | None]
-"""`check(remote, credential)` raises Refused, or returns until when the peer is admitted, in
-seconds since 1970 by the run's clock; None: without an end. Any thread may call it."""
 
 
-def admit_everyone(remote: str, credential: bytes) -> None:
+class Check(Protocol):
+    """Judges the admissions of others; any thread may call it."""
+
+    def __call__(self, remote: str, credential: bytes, /, use: str = "") -> float | None:
+        """Return until when a peer is admitted, in seconds since 1970 by the run's clock.
+
+        Args:
+            remote: the authenticated PeerID.
+            credential: that it presents.
+            use: the method that it calls, or `record:ROLE` of its record; empty: any.
+
+        Returns:
+            The time; None: without an end.
+
+        Raises:
+            Refused: it is not admitted, or not for this use.
+        """
+        ...
+
+
+def admit_everyone(remote: str, credential: bytes, /, use: str = "") -> None:
     """Admit every peer: the `check` of tests and of runs without admissions."""
 
 

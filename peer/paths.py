@@ -18,6 +18,7 @@
         atoll.log                             the daemon's messages
       texts/RUN_ID/                         key and tokenizer of `atoll sample INVITE`
       coordinators/RUN_NAME/                state of one coordinator: `coordinator_state_dir`
+      viewer.key                            by which this user is known again as an observer
 
 `atoll.coordinator` defines the files in a coordinator's directory.
 """
@@ -42,6 +43,11 @@ def peer_state_dir(run_id: str, *, home: Path | None = None) -> Path:
 def text_state_dir(run_id: str, *, home: Path | None = None) -> Path:
     """Return the directory of what this machine needs to ask a run for text."""
     return (home or state_home()) / "texts" / run_id
+
+
+def viewer_file(*, home: Path | None = None) -> Path:
+    """Return the file of the secret by which this user is known again as an observer."""
+    return (home or state_home()) / "viewer.key"
 
 
 def coordinator_state_dir(run_name: str, *, home: Path | None = None) -> Path:

@@ -156,7 +156,7 @@ def test_the_commands_of_the_readme_work_in_the_order_of_a_run(reader):
 
     coordinator = reader.start("atoll coordinator RUN.toml")
     reader.take_invite(coordinator, "invite")
-    for line in ("atoll invite --uses 5 --expires 7d", "atoll invite --watch"):
+    for line in ("atoll invite --uses 5 --expires 7d", "atoll invite --role observer --expires 7d"):
         assert "atoll1" in reader.run(line)
     peer = reader.start("atoll peer INVITE")
     peer.await_text(r"\[y/N\]")

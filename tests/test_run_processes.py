@@ -31,6 +31,13 @@ def ordered(*command: object) -> list[dict]:
     return [json.loads(line) for line in out.getvalue().splitlines()]
 
 
+def rotated(invite: Path, state: Path) -> dict:
+    """Change the organiser's key; return the JSON that the command prints."""
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        assert main(["keys", "rotate", str(invite), "--key", str(state), "--json"]) == 0
+    return json.loads(out.getvalue())
+
+
 async def hold(folder: Path) -> list[Entry]:
     """Order a run about from its beginning to its end; return its log."""
     state, invite = folder / "state", folder / "invite"
@@ -87,6 +94,12 @@ async def hold(folder: Path) -> list[Entry]:
         await order("resume")
         await seen(lambda later: later.position >= now.position + 3)
 
+        told = await asyncio.to_thread(rotated, invite, state)
+        assert told["decided"] and told["number"] == 6 and told["removed"] is None
+        again = await asyncio.to_thread(rotated, invite, state)
+        assert again["decided"] and again["removed"] == told["file"]
+        assert not Path(told["file"]).exists() and Path(again["file"]).exists()
+
         now = await seen(lambda now: sum(peer.state == "training" for peer in now.peers) == 2)
         out = next(peer for peer in now.peers if peer.name == "two")
         await order("evict", out.peer_id, "--reason", "noise")
@@ -121,8 +134,8 @@ def read_log(folder: Path) -> list[Entry]:
 def test_a_run_is_changed_paused_resumed_and_stopped(tmp_path: Path) -> None:
     log = asyncio.run(hold(tmp_path))
     orders = [entry.position for entry in log if entry.kind == "control"]
-    assert len(orders) == 8
-    first, _, last, paused, resumed, evicted, readmitted, stopped = (
+    assert len(orders) == 10
+    first, _, last, paused, resumed, _, _, evicted, readmitted, stopped = (
         orders  # updates may come between the first three
     )
     assert resumed == paused + 1 and stopped == len(log) - 1

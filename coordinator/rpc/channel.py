@@ -42,15 +42,17 @@ class StatusClient:
     The first call connects; everything runs in its event loop.
     """
 
-    def __init__(self, invite: Invite) -> None:
+    def __init__(self, invite: Invite, viewer: bytes = b"") -> None:
+        """`viewer` is the secret by which an observer is known again, if it has one."""
         self.invite = invite
+        self._viewer = viewer
         self._channel: Any = None
         self._address = 0
         self._connecting = asyncio.Lock()
 
     async def status(self, module: str = "") -> RunStatus:
         """Return the run's status, with the rounds of a module. Needs no joining."""
-        request = pb.StatusRequest(token=self.invite.token, module=module)
+        request = pb.StatusRequest(token=self.invite.token, module=module, viewer=self._viewer)
         reply = await self._call("Status", request)
         try:
             status = RunStatus.from_json(reply.status)

@@ -172,10 +172,22 @@ class CoordinatorClient(StatusClient):
         self._epoch = b""
         self._evicted_record = b""
         self._evicted = Evictions(issued_s=0, peer_ids=frozenset())
+        self.admissions = AdmissionCheck(
+            invite.run_key,
+            invite.run_id,
+            clock=self.now_s,
+            is_evicted=self.is_evicted,
+            is_revoked=self.is_revoked,
+        )
+        """Judges the admissions of others."""
 
     def is_evicted(self, peer_id: str) -> bool:
         """Return True if the organiser put a peer out, as far as the coordinator has reported."""
         return peer_id in self._evicted.peer_ids
+
+    def is_revoked(self, invite: str) -> bool:
+        """Return True if an invite was revoked, as far as the coordinator has reported."""
+        return invite in self._evicted.invites
 
     @property
     def evictions(self) -> bytes:

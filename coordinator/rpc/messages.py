@@ -104,6 +104,7 @@ METHODS: Final = (
     ServiceMethod(name="Fetch", request=pb.FetchRequest, reply=pb.FetchReply, streams_out=True),
     ServiceMethod(name="Status", request=pb.StatusRequest, reply=pb.StatusReply),
     ServiceMethod(name="Order", request=pb.OrderRequest, reply=pb.OrderReply),
+    ServiceMethod(name="Invites", request=pb.InvitesRequest, reply=pb.InvitesReply),
 )
 
 

@@ -38,7 +38,7 @@ class OrderClient(StatusClient):
         Raises:
             CoordinatorError: no answer, or a refusal.
         """
-        request = pb.OrderRequest(token=self.invite.token, order=signed)
+        request = pb.OrderRequest(token=self.invite.token, order=signed, viewer=self._viewer)
         reply = await self._call("Order", request)
         try:
             spec = RunSpec.from_json(reply.spec)

@@ -297,12 +297,14 @@ class Leaf(_message.Message):
     def __init__(self, index: _Optional[int] = ..., data: _Optional[bytes] = ...) -> None: ...
 
 class StatusRequest(_message.Message):
-    __slots__ = ("token", "module")
+    __slots__ = ("token", "module", "viewer")
     TOKEN_FIELD_NUMBER: _ClassVar[int]
     MODULE_FIELD_NUMBER: _ClassVar[int]
+    VIEWER_FIELD_NUMBER: _ClassVar[int]
     token: bytes
     module: str
-    def __init__(self, token: _Optional[bytes] = ..., module: _Optional[str] = ...) -> None: ...
+    viewer: bytes
+    def __init__(self, token: _Optional[bytes] = ..., module: _Optional[str] = ..., viewer: _Optional[bytes] = ...) -> None: ...
 
 class StatusReply(_message.Message):
     __slots__ = ("status",)
@@ -311,12 +313,14 @@ class StatusReply(_message.Message):
     def __init__(self, status: _Optional[bytes] = ...) -> None: ...
 
 class OrderRequest(_message.Message):
-    __slots__ = ("token", "order")
+    __slots__ = ("token", "order", "viewer")
     TOKEN_FIELD_NUMBER: _ClassVar[int]
     ORDER_FIELD_NUMBER: _ClassVar[int]
+    VIEWER_FIELD_NUMBER: _ClassVar[int]
     token: bytes
     order: bytes
-    def __init__(self, token: _Optional[bytes] = ..., order: _Optional[bytes] = ...) -> None: ...
+    viewer: bytes
+    def __init__(self, token: _Optional[bytes] = ..., order: _Optional[bytes] = ..., viewer: _Optional[bytes] = ...) -> None: ...
 
 class OrderReply(_message.Message):
     __slots__ = ("spec", "next_number", "settings", "decided")
@@ -329,3 +333,17 @@ class OrderReply(_message.Message):
     settings: bytes
     decided: _containers.RepeatedScalarFieldContainer[int]
     def __init__(self, spec: _Optional[bytes] = ..., next_number: _Optional[int] = ..., settings: _Optional[bytes] = ..., decided: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class InvitesRequest(_message.Message):
+    __slots__ = ("request", "signature")
+    REQUEST_FIELD_NUMBER: _ClassVar[int]
+    SIGNATURE_FIELD_NUMBER: _ClassVar[int]
+    request: bytes
+    signature: bytes
+    def __init__(self, request: _Optional[bytes] = ..., signature: _Optional[bytes] = ...) -> None: ...
+
+class InvitesReply(_message.Message):
+    __slots__ = ("invites",)
+    INVITES_FIELD_NUMBER: _ClassVar[int]
+    invites: bytes
+    def __init__(self, invites: _Optional[bytes] = ...) -> None: ...

@@ -1,12 +1,13 @@
-"""Evictions: the run's signed list of peers that the organiser put out.
+"""Evictions: the run's signed list of peers and invites that the organiser put out.
 
     record    = payload | signature
-    payload   = msgpack list [1, run_id, issued_s, [PeerID, ...]], sorted
-    signature = 64 bytes, Ed25519 of the run's key over "atoll evicted 1" | payload
+    payload   = msgpack list [2, run_id, issued_s, [PeerID, ...], [invite id, ...]], both sorted
+    signature = 64 bytes, Ed25519 of the run's key over "atoll evicted 2" | payload
 
 An admission lasts for days and has no other end. The coordinator sends the list with the answer to
-the first heartbeat after a change; peers refuse those admissions from then on. A peer leaves the
-list once its last admission has expired: the coordinator never admits it again.
+the first heartbeat after a change; peers refuse the admissions of those peers, and those given for
+those invites, from then on. A peer or an invite leaves the list once its last admission has
+expired: the coordinator gives no other.
 
 Exceptions:
 
@@ -26,7 +27,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey,
 
 MAX_RECORD_BYTES = 256 << 10  # 1,024 PeerIDs are about 56 kB
 _SIGNATURE_BYTES = 64
-_DOMAIN = b"atoll evicted 1"
+_DOMAIN = b"atoll evicted 2"
 
 
 class EvictionsInvalid(ValueError):
@@ -35,10 +36,11 @@ class EvictionsInvalid(ValueError):
 
 @dataclass(frozen=True, kw_only=True)
 class Evictions:
-    """The peers that are out."""
+    """The peers that are out, and the invites that are revoked."""
 
     issued_s: int
     peer_ids: frozenset[str]
+    invites: frozenset[str] = frozenset()
 
     @classmethod
     def open(cls, record: bytes, run_key: bytes, run_id: bytes) -> Self:
@@ -48,17 +50,23 @@ class Evictions:
         payload, signature = record[:-_SIGNATURE_BYTES], record[-_SIGNATURE_BYTES:]
         try:
             Ed25519PublicKey.from_public_bytes(run_key).verify(signature, _DOMAIN + payload)
-            version, signed_run, issued_s, peer_ids = msgpack.unpackb(payload, raw=False)
+            version, signed_run, issued_s, *listed = msgpack.unpackb(payload, raw=False)
+            peer_ids, invites = (frozenset(map(str, each)) for each in listed)
         except (InvalidSignature, ValueError, TypeError, msgpack.UnpackException):
             raise EvictionsInvalid("expected evictions signed by this run's key") from None
-        if (version, signed_run) != (1, run_id):
+        if (version, signed_run) != (2, run_id):
             raise EvictionsInvalid("expected evictions of this run")
-        return cls(issued_s=int(issued_s), peer_ids=frozenset(map(str, peer_ids)))
+        return cls(issued_s=int(issued_s), peer_ids=peer_ids, invites=invites)
 
 
 def sign_evictions(
-    peer_ids: Sequence[str], *, run_id: bytes, issued_s: int, key: Ed25519PrivateKey
+    peer_ids: Sequence[str],
+    invites: Sequence[str] = (),
+    *,
+    run_id: bytes,
+    issued_s: int,
+    key: Ed25519PrivateKey,
 ) -> bytes:
     """Return the signed record."""
-    payload: Any = msgpack.packb([1, run_id, issued_s, sorted(peer_ids)])
+    payload: Any = msgpack.packb([2, run_id, issued_s, sorted(peer_ids), sorted(invites)])
     return bytes(payload) + key.sign(_DOMAIN + bytes(payload))

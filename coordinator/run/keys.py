@@ -1,11 +1,15 @@
-"""The coordinator's secrets, in one file that only its owner can read.
+"""The coordinator's secrets, in one file that only its owner can read; and the organiser's key.
 
     keys.json   {"version": 1, "run_key", "tls_key", "tls_certificate", "token", "session_secret"}
+    organiser-PUBLIC.json   {"version": 1, "run_id", "key"}, 0600; PUBLIC begins the public key
 
 `run_key` (Ed25519) signs admissions and epochs; the invite pins the TLS certificate; `token` admits
 the holders of an invite; `session_secret` derives session tokens. The file is written once, in one
 piece, with mode 0600, and is never overwritten. Without it the run's invite is lost; anyone who
 copies it can act as the run's coordinator.
+
+The run's key is also the organiser's, which signs orders, until `atoll keys rotate` names another
+one: that is in a file of its own, which may lie elsewhere, and the coordinator does not read it.
 
 Exceptions:
 
@@ -26,12 +30,14 @@ from pathlib import Path
 from typing import Self
 
 from cryptography import x509
-from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
-from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.x509.oid import NameOID
 
+from atoll.coordinator.run.files import replace_private
+
+ORGANISER_FILES = "organiser-*.json"  # of the keys that `atoll keys rotate` made
 KEYS_FILE = "keys.json"  # in the directory of every coordinator, and of nothing else
 TLS_NAME = "atoll-coordinator"
 """The name in every certificate; peers check the pin instead of the name."""
@@ -124,13 +130,74 @@ class RunKeys:
         return keys
 
 
-def verify_run_key(run_key: bytes, data: bytes, signature: bytes) -> bool:
-    """Return whether the run's key (32 public bytes) signed `data`; False if malformed too."""
+@dataclass(frozen=True, kw_only=True, repr=False)
+class OrganiserKey:
+    """A key with which the organiser signs orders: the run's own, or a later one."""
+
+    key: Ed25519PrivateKey
+    path: Path
+    """The file that holds it."""
+
+    @cached_property
+    def public(self) -> bytes:
+        """The public key, 32 bytes."""
+        return self.key.public_key().public_bytes_raw()
+
+    def sign(self, data: bytes) -> bytes:
+        """Sign with it."""
+        return self.key.sign(data)
+
+    @classmethod
+    def create(cls, folder: Path, run_id: bytes) -> Self:
+        """Make a new key and its file, on the disk when this returns. Raises OSError."""
+        key = Ed25519PrivateKey.generate()
+        name = key.public_key().public_bytes_raw().hex()[:16]
+        path = folder / ORGANISER_FILES.replace("*", name)
+        values = {"version": 1, "run_id": run_id.hex(), "key": key.private_bytes_raw().hex()}
+        replace_private(path, json.dumps(values, indent=1).encode())
+        return cls(key=key, path=path)
+
+
+def is_organiser_file(path: Path) -> bool:
+    """Return whether a file is one that `OrganiserKey.create` made, by its name."""
+    return path.match(ORGANISER_FILES)
+
+
+def organiser_keys(given: Path, run_key: bytes, run_id: bytes) -> list[OrganiserKey]:
+    """Return the keys of a run in a file or a directory, the later ones first.
+
+    Args:
+        given: `keys.json`, one of `ORGANISER_FILES`, or a directory that holds some.
+        run_key: the run's public key.
+        run_id: the run's.
+
+    Raises:
+        KeysError: a file is damaged.
+    """
+    paths = [*sorted(given.glob(ORGANISER_FILES)), given / KEYS_FILE] if given.is_dir() else [given]
+    found = (_organiser_key(path, run_key, run_id) for path in paths if path.exists())
+    return [key for key in found if key is not None]
+
+
+def _organiser_key(path: Path, run_key: bytes, run_id: bytes) -> OrganiserKey | None:
+    """Return the key in a file; None if it is another run's. Raises KeysError."""
     try:
-        Ed25519PublicKey.from_public_bytes(run_key).verify(signature, data)
-    except (InvalidSignature, ValueError):
-        return False
-    return True
+        with path.open("rb") as file:
+            values = json.loads(file.read(_MAX_FILE_BYTES))
+        if "run_key" in values:
+            keys = RunKeys.load_or_create(path)
+            return (
+                OrganiserKey(key=keys.signer, path=path) if keys.run_public_key == run_key else None
+            )
+        key = Ed25519PrivateKey.from_private_bytes(bytes.fromhex(values["key"]))
+        is_ours = bytes.fromhex(values["run_id"]) == run_id
+    except OSError as error:
+        raise KeysError(f"{path}: {error.strerror or error}; check its permissions") from None
+    except KeysError:
+        raise
+    except (ValueError, KeyError, TypeError):
+        raise KeysError(f"{path}: damaged; restore a copy of the organiser's key") from None
+    return OrganiserKey(key=key, path=path) if is_ours else None
 
 
 def write_private(path: Path, data: bytes) -> None:

@@ -68,7 +68,7 @@ from atoll.coordinator.rpc.messages import SERVER_OPTIONS
 from atoll.coordinator.run.addresses import is_public, split_address
 from atoll.coordinator.run.admission import AdmissionCheck
 from atoll.coordinator.run.invite import Invite
-from atoll.coordinator.run.keys import KEYS_FILE, RunKeys, verify_run_key, write_private
+from atoll.coordinator.run.keys import KEYS_FILE, RunKeys, write_private
 from atoll.coordinator.run.spec import RunSpec, run_id
 from atoll.coordinator.run.spec_problems import SpecError
 from atoll.coordinator.run.tokenizer_file import TokenizerFileError, pack, unpack
@@ -80,7 +80,7 @@ from atoll.coordinator.signing import NONE_SIGNED, SIGNED_FILE, EpochSigner, beg
 from atoll.dht import verify
 from atoll.dht.addresses import ip_of
 from atoll.dht.tasks import Tasks
-from atoll.optim.log.entry import genesis_chain
+from atoll.optim.log.entry import genesis_chain, verify_key
 from atoll.optim.log.mending import Damage, mend, reads_whole
 from atoll.optim.log.replica import (
     DISK_ERRORS,
@@ -277,7 +277,7 @@ async def running(
                 state_dir / ORDERS_FILE,
                 run_id=identifier,
                 spec=spec,
-                verify_run=partial(verify_run_key, keys.run_public_key),
+                verify_run=partial(verify_key, keys.run_public_key),
             ),
             costs=costs,
             accept_loss=accept_loss,
@@ -487,7 +487,7 @@ def _resume(
     identifier = log_id(files.run_id, files.module)
     chain = genesis_chain(identifier, root)
     store = LogStore(files.folder, run_id=identifier, genesis_chain=chain, fsync=True)
-    verify_run = partial(verify_run_key, keys.run_public_key)
+    verify_run = partial(verify_key, keys.run_public_key)
     try:
         is_logged = spec.method().reduction != "pairs"  # else snapshots have roots for chains
         damage = mend(store, verify_run=verify_run) if is_logged else Damage()
@@ -755,6 +755,7 @@ def _node_request(coordinator: Coordinator, state_dir: Path, front: Front) -> No
             coordinator.keys.run_public_key,
             coordinator.run_id,
             is_evicted=coordinator.admission.is_evicted,
+            is_revoked=coordinator.admission.is_revoked,
         ),
         admit=lambda peer_id: coordinator.admission.admit(peer_id, "coordinator"),
     )

@@ -38,6 +38,7 @@ from atoll.coordinator.rpc.messages import (
     PROGRESS_TIMEOUT_S,
     SERVICE,
 )
+from atoll.coordinator.run.invite_request import MAX_REQUEST_BYTES
 from atoll.coordinator.run.status import Event, PeerStatus, RoundReport, StatusError
 from atoll.coordinator.service.places import CallPlaces
 from atoll.coordinator.service.watching import PortsWatch
@@ -255,7 +256,7 @@ class Service:
             _expect_size("order", request.order, MAX_ORDER)
             self._run.give_order(request.order)
         else:
-            self._run.admission.expect_token(request.token)
+            self._run.admission.expect_token(request.token, request.viewer)
         given = self._run.orders()
         return pb.OrderReply(
             spec=self._run.spec.canonical(),
@@ -263,6 +264,12 @@ class Service:
             settings=given.settings.stored,
             decided=given.decided,
         )
+
+    async def _invites(self, request: pb.InvitesRequest, call: _Call) -> pb.InvitesReply:
+        self._pace(call)
+        _expect_size("request", request.request, MAX_REQUEST_BYTES)
+        answer = await self._run.manage_invites(request.request, request.signature)
+        return pb.InvitesReply(invites=answer)
 
     async def _publish(
         self, first: pb.PublishRequest, call: _Call, parts: AsyncIterator[pb.PublishRequest]
@@ -393,7 +400,7 @@ class Service:
 
     async def _status(self, request: pb.StatusRequest, call: _Call) -> pb.StatusReply:
         self._pace(call)
-        self._run.admission.expect_token(request.token)
+        self._run.admission.expect_token(request.token, request.viewer)
         return pb.StatusReply(status=self._run.status(request.module).to_json())
 
     def _authenticate(self, auth: pb.Auth) -> None:

@@ -471,7 +471,7 @@ class MemoryTransport:
         outcome: bytes | TransportError
         try:
             remote = there.src.peer_id
-            self.handlers.check(remote, admission)
+            self.handlers.check(remote, admission, there.method)
             outcome = await self.handlers.answer(remote, there.method, body)
         except Exception as error:
             outcome = self._refusal(error)
@@ -487,7 +487,7 @@ class MemoryTransport:
 
     async def _serve_stream(self, stream: MemoryStream, admission: bytes) -> None:
         try:
-            self.handlers.check(stream.remote, admission)
+            self.handlers.check(stream.remote, admission, stream.method)
             await self.handlers.run(stream)
         except Exception as error:
             await self._awake()

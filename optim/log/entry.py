@@ -38,6 +38,8 @@ from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal, Protocol, Self, TypeVar, cast
 
 import msgpack
+from cryptography.exceptions import InvalidSignature
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 from pydantic import (
     BaseModel,
     ConfigDict,
@@ -64,6 +66,9 @@ MAX_SETTINGS = 5120  # bytes: 64 PeerIDs of 54, and some 200
 Verify = Callable[[str, bytes, bytes], bool]
 """(peer_id, data, signature) -> whether that peer signed that data."""
 
+VerifyRun = Callable[[bytes, bytes], bool]
+"""`verify(data, signature)` of the run's key."""
+
 Trust = Literal["crash", "byzantine"]
 """Faults of electors that a run tolerates: crashes of less than half of them, or also lies of less
 than a third. An entry is certified by votes, or with liars by commits (`locks.py`)."""
@@ -89,6 +94,15 @@ EntryKind = Literal["update", "null", "control"]
 OrderField = Annotated[bytes, Field(max_length=MAX_ORDER)]
 SettingsField = Annotated[bytes, Field(max_length=MAX_SETTINGS)]
 """A record that is left out of the encoding as long as it is empty."""
+
+
+def verify_key(key: bytes, data: bytes, signature: bytes) -> bool:
+    """Return whether an Ed25519 key (32 public bytes) signed `data`; False if malformed too."""
+    try:
+        Ed25519PublicKey.from_public_bytes(key).verify(signature, data)
+    except (InvalidSignature, ValueError):
+        return False
+    return True
 
 
 class LogError(ValueError):
@@ -563,7 +577,7 @@ class SignedRoot:
     root: bytes
     signature: bytes
 
-    def holds(self, run_id: bytes, verify_run: Callable[[bytes, bytes], bool]) -> bool:
+    def holds(self, run_id: bytes, verify_run: VerifyRun) -> bool:
         """Return whether the run's key signed it for this log."""
         payload = root_payload(run_id, self.position, self.chain, self.root)
         return verify_run(payload, self.signature)

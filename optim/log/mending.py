@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import hashlib
 import sqlite3
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from zlib import crc32
@@ -32,6 +32,7 @@ from atoll.optim.log.entry import (
     Entry,
     LogError,
     SignedEpoch,
+    VerifyRun,
     extend_chain,
     sha256,
     split_body,
@@ -89,7 +90,7 @@ class Damage:
         )
 
 
-def mend(store: LogStore, *, verify_run: Callable[[bytes, bytes], bool]) -> Damage:
+def mend(store: LogStore, *, verify_run: VerifyRun) -> Damage:
     """Check a log against its digests and drop what does not fit; blocks.
 
     Raises:
@@ -105,9 +106,7 @@ def mend(store: LogStore, *, verify_run: Callable[[bytes, bytes], bool]) -> Dama
     return damage
 
 
-def _mend_epochs(
-    store: LogStore, verify_run: Callable[[bytes, bytes], bool], damage: Damage
-) -> None:
+def _mend_epochs(store: LogStore, verify_run: VerifyRun, damage: Damage) -> None:
     for number, record in store.epochs():
         try:
             is_whole = SignedEpoch.decode(record).open(verify_run).epoch == number

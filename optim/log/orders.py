@@ -1,10 +1,14 @@
 """Orders: what the organiser changes of a run that goes on, decided in the log like an update.
 
-An order is one change under the run's key. The log brings orders in control entries, each in one,
-and the settings that follow from them hold from the next position on, for everybody.
+An order is one change under the organiser's key. The log brings orders in control entries, each in
+one, and the settings that follow from them hold from the next position on, for everybody.
 
-    order    = sign("atoll order 1" | order record)      by the run's key
+    order    = sign("atoll order 1" | order record)      by the organiser's key
     number   = 1 for the first one of a run, then one more each time
+
+The organiser's key is the run's, until an order names another one. The order that does is signed by
+the key of before, all later ones by the new one: the settings before an entry say which key signs
+its order, so a replay needs nothing but the log.
 
 The number makes an order count once: a copy of an older one follows nothing. Settings are a pure
 function of the orders in a log. Each entry carries those after it, and an epoch record those at its
@@ -17,13 +21,15 @@ base, as both carry the norms: so a replica that begins at a snapshot needs no o
     set         one of the numbers in `NUMBERS`, the codec or the reducer is another one
     evict       a peer is in no electorate and no round
     readmit     it may be in both again
+    key         later orders are signed by another key
 
 A run of several logs has one row of orders; each log takes all of them, at positions of its own.
 
 Exceptions:
 
     LogError
-      OrderInvalid     not signed by the run's key, of another run, or not the one that comes next
+      OrderInvalid     not signed by the key in force, of another run, or not the one that comes
+                       next
 """
 
 from __future__ import annotations
@@ -34,7 +40,17 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, FiniteFloat, SerializerFunctionWrapHandler, model_serializer
 
-from atoll.optim.log.entry import Count, Digest, Entry, LogError, Record, Signature, fp32
+from atoll.optim.log.entry import (
+    Count,
+    Digest,
+    Entry,
+    LogError,
+    Record,
+    Signature,
+    VerifyRun,
+    fp32,
+    verify_key,
+)
 from atoll.optim.reducer import Course
 from atoll.optim.reduction.robust import ReducerName
 
@@ -43,14 +59,15 @@ MAX_EVICTED = 64  # peers that settings name, 54 bytes each in every entry
 MAX_REASON = 200  # characters
 MAX_INNER_STEPS = 1_000_000  # of a window: days at a second a step
 
-LATER_FIELDS = ("evicted", "codec", "reducer")  # of settings, left out while they are not set
+LATER_FIELDS = ("evicted", "codec", "reducer", "key")  # left out of settings while not set
 
-OpenOrder = Callable[[bytes], "Order"]
-"""Returns the order in a signed one. Raises LogError: it is none of this run's."""
+OpenOrder = Callable[[bytes, bytes | None], "Order"]
+"""Returns the order in a signed one, given the key that orders have named; None: the run's. Raises
+LogError: it is none of this run's."""
 
 
 class OrderInvalid(LogError):
-    """An order that the run's key did not sign, or that does not come next."""
+    """An order that the key in force did not sign, or that does not come next."""
 
 
 InnerSteps = Annotated[int, Field(ge=1, le=MAX_INNER_STEPS)]
@@ -146,9 +163,25 @@ class ReadmitPeer(Record):
     peer_id: PeerId
 
 
+class RotateKey(Record):
+    """Let another key sign all later orders."""
+
+    kind: Literal["key"] = "key"
+    value: Digest
+    """its Ed25519 public key"""
+
+
 SetNumber = SetInnerSteps | SetOuterRate | SetOuterMomentum | SetInnerScale | SetMinPeers
 Change = Annotated[
-    PauseRun | ResumeRun | StopRun | SetNumber | SetCodec | SetReducer | EvictPeer | ReadmitPeer,
+    PauseRun
+    | ResumeRun
+    | StopRun
+    | SetNumber
+    | SetCodec
+    | SetReducer
+    | EvictPeer
+    | ReadmitPeer
+    | RotateKey,
     Field(discriminator="kind"),
 ]
 
@@ -169,29 +202,49 @@ class Order(Record):
 
 
 class SignedOrder(Record):
-    """An order under the signature of the run's key."""
+    """An order under the signature of the organiser's key."""
 
     order: bytes
     signature: Signature
 
-    def open(self, verify_run: Callable[[bytes, bytes], bool]) -> Order:
-        """Return the order if `verify_run(data, signature)` with the run's public key holds.
+    def open(self, verify_run: VerifyRun, key: bytes | None) -> Order:
+        """Return the order if the organiser's key signed it.
+
+        Args:
+            verify_run: checks a signature of the run's key.
+            key: the public key that orders have named; None: the run's.
 
         Raises:
-            OrderInvalid: it does not.
+            OrderInvalid: another key signed it.
         """
-        if not verify_run(order_payload(self.order), self.signature):
-            raise OrderInvalid("order: expected a signature of the run's key, got another")
+        if not self.is_signed_by(verify_run, key):
+            raise OrderInvalid("order: expected a signature of the organiser's key, got another")
         return Order.decode(self.order)
+
+    def is_signed_by(self, verify_run: VerifyRun, key: bytes | None) -> bool:
+        """Return whether a key signed the order; see `open`."""
+        payload = order_payload(self.order)
+        if key is None:
+            return verify_run(payload, self.signature)
+        return verify_key(key, payload, self.signature)
+
+
+def read_order(signed: bytes) -> Order:
+    """Return the order in a signed one without a look at the signature, which was checked before.
+
+    Raises:
+        MalformedRecord: the bytes are none.
+    """
+    return Order.decode(SignedOrder.decode(signed).order)
 
 
 def order_payload(order: bytes) -> bytes:
-    """Return what the run's key signs to give an order."""
+    """Return what the organiser's key signs to give an order."""
     return b"atoll order 1" + order
 
 
 def sign_order(order: Order, sign: Callable[[bytes], bytes]) -> bytes:
-    """Return an order under the signature of the run's key, as entries carry it."""
+    """Return an order under the signature of the organiser's key, as entries carry it."""
     record = order.encode()
     return SignedOrder(order=record, signature=sign(order_payload(record))).encode()
 
@@ -212,6 +265,8 @@ class RunSettings(Record):
     """PeerIDs, sorted"""
     codec: CodecName | None = None
     reducer: ReducerName | None = None
+    key: Digest | None = None
+    """public key of the organiser; None: the run's"""
 
     @model_serializer(mode="wrap")
     def _dump(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
@@ -316,7 +371,7 @@ def settings_after(entry: Entry, before: bytes, open_order: OpenOrder) -> bytes:
             f"{settings.last_round}"
         )
     if entry.kind == "control":
-        return settings.after(open_order(entry.order), entry.position).stored
+        return settings.after(open_order(entry.order, settings.key), entry.position).stored
     if settings.is_paused:
         raise OrderInvalid(f"entry {entry.position}: expected an order, as the run is paused")
     if out := settings.evicted and {m.peer_id for m in entry.members} & {*settings.evicted}:
@@ -352,6 +407,8 @@ def described(order: Order) -> str:
             return f"order {order.number}: {_short(peer)} is evicted{why}"
         case ReadmitPeer(peer_id=peer):
             return f"order {order.number}: {_short(peer)} may take part again"
+        case RotateKey(value=key):
+            return f"order {order.number}: the organiser's key is {key.hex()[:16]} from here on"
         case SetReducer(value=reducer):
             return f"order {order.number}: the reducer is {reducer} from here on"
         case SetCodec(value=codec):
@@ -388,3 +445,17 @@ class OrderBook:
     def next(self, number: int) -> bytes | None:
         """Return the order that follows one of this number, if it is known."""
         return next(iter(self.after(number)), None)
+
+    def drop(self, number: int) -> None:
+        """Forget the order of this number."""
+        self._orders.pop(number, None)
+
+    def key_before(self, number: int, settings: RunSettings) -> bytes | None:
+        """Return the key that signs the order of a number, as far as the orders here tell.
+
+        `settings` are those of the log. The result is None for the run's key.
+        """
+        between = sorted(n for n in self._orders if settings.number < n < number)
+        changes = (read_order(self._orders[n]).change for n in between)
+        named = [change.value for change in changes if isinstance(change, RotateKey)]
+        return named[-1] if named else settings.key

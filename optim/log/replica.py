@@ -75,6 +75,7 @@ from atoll.optim.log.entry import (
     StateRoot,
     Trust,
     Verify,
+    VerifyRun,
     certified_roots,
     check_certificate,
     check_follows,
@@ -377,9 +378,6 @@ SNAPSHOT_SHARE = 0.05  # of the time, that a ledger may spend on snapshots: larg
 DISK_ERRORS = (OSError, sqlite3.OperationalError)  # raised when a disk takes no more
 ROOTS = 16  # newest roots that a ledger compares with certified ones: several snapshots' delay
 PAGE = 64  # entries read from the disk at once
-
-VerifyRun = Callable[[bytes, bytes], bool]
-"""(data, signature) -> whether the run's key signed that data."""
 
 
 class NotNext(ChainMismatch):
@@ -842,13 +840,17 @@ class Replica(ReplicaView):
             vectors.trim(self.layout.numel)  # of messages that brought bodies
         return update_F
 
-    def open_order(self, signed: bytes) -> Order:
+    def open_order(self, signed: bytes, key: bytes | None) -> Order:
         """Return the order in a signed one.
 
+        Args:
+            signed: it.
+            key: the organiser's that orders have named; None: the run's.
+
         Raises:
-            LogError: malformed, not signed by the run's key, or of another run.
+            LogError: malformed, signed by another key, or of another run.
         """
-        order = SignedOrder.decode(signed).open(self._verify_run)
+        order = SignedOrder.decode(signed).open(self._verify_run, key)
         if log_id(order.run_id, self.module.name) != self.run_id:
             raise OrderInvalid("order: expected one of this run, got one of another")
         return order
@@ -1586,9 +1588,9 @@ class LiveReplica(ReplicaView):
 
     # Orders
 
-    def open_order(self, signed: bytes) -> Order:
+    def open_order(self, signed: bytes, key: bytes | None) -> Order:
         """Return the order in a signed one; see `Replica.open_order`."""
-        return self.core.open_order(signed)
+        return self.core.open_order(signed, key)
 
     # Epochs
 

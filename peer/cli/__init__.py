@@ -33,6 +33,7 @@ SUMMARIES = {
     "plan": "estimate the cost of a run: bytes, time, utilisation, memory",
     "coordinator": "start a run and print its invite",
     "invite": "issue, list or revoke invites of a run",
+    "keys": "change the organiser's key of a run that goes on",
     "evict": "remove a peer from a run",
     "run": "pause, resume, stop or change a run that goes on",
     "peer": "join a run and train until stopped",

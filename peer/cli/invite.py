@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 import re
 import sys
 import time
@@ -11,12 +12,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from atoll.peer.cli import Subparsers, new_parser, print_json
+from atoll.peer.cli.organiser_key import add_key
+from atoll.peer.cli.watching import read_run
 
 if TYPE_CHECKING:
-    from atoll.coordinator.invites import Kind
+    from collections.abc import Callable
+
     from atoll.coordinator.run.invite import Invite
+    from atoll.coordinator.run.invite_request import ListedInvite
+    from atoll.coordinator.run.issued_invite import IssuedInvite, Kind
+
+    Manage = Callable[[IssuedInvite | None, str], list[ListedInvite]]
 
 _UNITS_S = {"m": 60, "h": 3600, "d": 86_400, "w": 604_800}
+ROLES = ("trainer", "follower", "observer", "keeper")
 
 
 class NoRunDirectory(ValueError):
@@ -32,48 +41,56 @@ def add_parser(subparsers: Subparsers) -> None:
     parser = new_parser(
         subparsers,
         "invite",
-        description="Issue an invite for trainers, keepers or watchers, on the coordinator's\n"
-        "machine. It works at once, even while the coordinator runs, and survives\n"
-        "restarts. Each new peer counts as one use; a peer that has joined may return,\n"
-        "also after the expiry.",
+        description="Issue an invite for trainers, followers, observers or keepers, list all, or\n"
+        "revoke one. On the coordinator's machine by its state directory, whether it\n"
+        "runs or not; from elsewhere by any invite of the run and the organiser's key.\n"
+        "It works at once and survives restarts.",
         examples="atoll invite --uses 5 --expires 7d\n"
-        "atoll invite --role keeper --expires 1d\n"
-        "atoll invite --watch --expires 12h\n"
+        "atoll invite --role observer --expires 12h\n"
+        "atoll invite INVITE --role follower --key backup/keys.json --json\n"
         "atoll invite RUN_STATE --list\n"
         "atoll invite --revoke first",
     )
-    add_state_dir(parser)
+    parser.add_argument(
+        "run",
+        nargs="?",
+        metavar="RUN",
+        help="State directory of the coordinator, or any invite of the run (default: the only "
+        "directory in ~/.local/state/atoll/coordinators).",
+    )
+    parser.add_argument(
+        "--role",
+        choices=ROLES,
+        default="trainer",
+        help="Role of those that use it (default: trainer). A follower reads the log and does not "
+        "train. An observer sees status, rounds and report, and nothing else. A keeper leads and "
+        'votes and does not train, in runs with electors = "keepers" in [round] of RUN.toml.',
+    )
     parser.add_argument(
         "--uses",
         type=_count,
         default=None,
         metavar="N",
-        help="Peers that may join (default: any; 1 for keepers).",
-    )
-    parser.add_argument(
-        "--role",
-        choices=("trainer", "keeper", "watcher"),
-        help="Role of the peers that join (default: trainer). A keeper leads and votes and does "
-        'not train, in runs with electors = "keepers" in [round] of RUN.toml.',
+        help="Peers that may join, or observers that may look (default: any; 1 for keepers). A "
+        "peer that joins again counts once.",
     )
     parser.add_argument(
         "--expires",
         type=duration_s,
         default=0,
         metavar="TIME",
-        help="Time until it expires, in m, h, d or w, as in 7d (default: never).",
-    )
-    parser.add_argument(
-        "--watch", action="store_true", help="Short for --role watcher: status only, no joining."
+        help="Time until it expires, in m, h, d or w, as in 7d (default: never). A peer that has "
+        "joined may return later; an observer may not.",
     )
     other = parser.add_mutually_exclusive_group()
     other.add_argument("--list", action="store_true", help="List of the invites and their uses.")
     other.add_argument(
         "--revoke",
         metavar="ID",
-        help="Invite to make unusable; `first` is the one of `atoll coordinator`. "
-        "Peers that joined with it stay: see `atoll evict`.",
+        help="Invite to make good for nothing; `first` is the one of `atoll coordinator`. Peers "
+        "that joined with it are out at their next heartbeat, until they join with another.",
     )
+    add_key(parser)
     parser.add_argument("--json", action="store_true", help="Line of JSON instead of text.")
 
 
@@ -81,36 +98,71 @@ def run(args: argparse.Namespace) -> int:
     """Do what the arguments ask for."""
     from dataclasses import replace
 
-    from atoll.coordinator.invites import issue, revoke
+    from atoll.coordinator.run.issued_invite import new_invite
 
-    folder = find_run(args.state_dir)
-    if args.list:
-        return _list(folder, as_json=args.json)
-    base = base_invite(folder)
-    if args.revoke:
-        revoke(folder, args.revoke, base.token)
-        _say(f"invite {args.revoke} is revoked; `atoll evict PEER` removes a peer that used it")
+    given = find_run(None) if args.run is None else read_run(args.run)
+    if isinstance(given, Path):
+        folder = find_run(given)
+        base, manage = (base_invite(folder) if not args.list else None), _by_files(folder)
+    else:
+        base, manage = given, _by_coordinator(given, args.key)
+    if args.list or args.revoke:
+        invites = manage(None, args.revoke or "")
+        if args.revoke:
+            _say(f"invite {args.revoke} is revoked, and with it the peers that joined by it")
+        else:
+            _show(invites, as_json=args.json)
         return 0
-    if args.watch and args.role not in (None, "watcher"):
-        raise WrongInvite(f"--watch and --role {args.role} cannot be combined; give one of them")
-    kind: Kind = "watcher" if args.watch else args.role or "trainer"
-    if kind == "watcher" and args.uses:
-        raise WrongInvite("--watch and --uses cannot be combined: watching takes no use")
+    assert base is not None
+    kind: Kind = args.role
     # A keeper votes, so an invite that leaks makes no more of them than the organiser meant.
     uses = args.uses or (1 if kind == "keeper" else 0)
     expires_s = time.time() + args.expires if args.expires else 0.0
-    name, token = issue(folder, kind=kind, uses=uses, expires_s=expires_s)
+    issued, token = new_invite(kind=kind, uses=uses, expires_s=expires_s)
+    manage(issued, "")
     invite = str(replace(base, token=token))
-    limits = _limits(kind, uses, expires_s)
     if not base.token:
         _say("the run is open (coordinator.invite_only = false): anyone may join without an invite")
     if args.json:
-        fields = {"invite": invite, "id": name, "kind": kind, "uses": uses or None}
+        fields = {"invite": invite, "id": issued.id, "kind": kind, "uses": uses or None}
         print_json(fields | {"expires_s": expires_s or None})
     else:
-        _say(f"invite {name}: {limits}")
+        _say(f"invite {issued.id}: {_limits(kind, uses, expires_s)}")
         print(invite, flush=True)
     return 0
+
+
+def _by_files(folder: Path) -> Manage:
+    """Return what changes the files of a coordinator, which reads them at once."""
+    from atoll.coordinator.invites import FIRST, keep, listed, revoke
+    from atoll.coordinator.run.invite_request import ListedInvite
+
+    def manage(issue: IssuedInvite | None, revoked: str) -> list[ListedInvite]:
+        if issue is not None:
+            keep(folder, issue)
+        if revoked:
+            token = base_invite(folder).token if revoked == FIRST else b""
+            revoke(folder, revoked, token, at_s=time.time())
+        return [ListedInvite.of(invite, joined) for invite, joined in listed(folder)]
+
+    return manage
+
+
+def _by_coordinator(invite: Invite, key: Path | None) -> Manage:
+    """Return what asks a running coordinator, with the organiser's key."""
+    from atoll.coordinator.rpc.invites import InvitesClient
+    from atoll.peer.cli.organiser_key import key_in_force, viewer
+    from atoll.peer.cli.run import standing_of
+
+    async def ask(issue: IssuedInvite | None, revoked: str) -> list[ListedInvite]:
+        organiser = key_in_force(invite, key, (await standing_of(invite)).settings)
+        client = InvitesClient(invite, viewer(invite.run_id))
+        try:
+            return await client.manage(organiser.sign, issue=issue, revoke=revoked)
+        finally:
+            await client.close()
+
+    return lambda issue, revoked: asyncio.run(ask(issue, revoked))
 
 
 def add_state_dir(parser: argparse.ArgumentParser) -> None:
@@ -166,38 +218,30 @@ def duration_s(text: str) -> int:
 
 
 def _count(text: str) -> int:
-    from atoll.coordinator.invites import MAX_USES
+    from atoll.coordinator.run.issued_invite import MAX_USES
 
     if not text.isdecimal() or not 1 <= int(text) <= MAX_USES:
         raise argparse.ArgumentTypeError(f"expected 1 to {MAX_USES}, got {text}")
     return int(text)
 
 
-def _list(folder: Path, *, as_json: bool) -> int:
-    from atoll.coordinator.invites import FIRST, IssuedInvite, read_book, read_uses
-
-    book, used = read_book(folder), read_uses(folder)
-    invites = list(book.invites)
-    if not any(invite.id == FIRST for invite in invites):
-        invites.insert(0, IssuedInvite(id=FIRST, kind="trainer", token_sha256=""))
+def _show(invites: list[ListedInvite], *, as_json: bool) -> None:
     for invite in invites:
-        joined = len(used.get(invite.id, []))
+        uses, expires_s = invite.uses or None, invite.expires_s or None
         if as_json:
             fields = {"id": invite.id, "kind": invite.kind, "revoked": invite.revoked}
-            limits = {"uses": invite.uses or None, "expires_s": invite.expires_s or None}
-            print_json(fields | limits | {"joined": joined})
+            print_json(fields | {"uses": uses, "expires_s": expires_s, "joined": invite.joined})
             continue
         state = " REVOKED" if invite.revoked else ""
-        is_counted = invite.uses or invite.expires_s or invite.kind == "keeper"
-        count = f", {joined} joined" if is_counted else ""
+        did = "looked" if invite.kind == "observer" else "joined"
+        is_counted = uses or (expires_s and invite.kind != "observer") or invite.kind == "keeper"
+        count = f", {invite.joined} {did}" if is_counted else ""
         print(f"{invite.id:<10}{_limits(invite.kind, invite.uses, invite.expires_s)}{count}{state}")
-    return 0
 
 
 def _limits(kind: str, uses: int, expires_s: float) -> str:
-    peer = "keeper" if kind == "keeper" else "peer"
-    peers = f"{uses} {peer}{'s' * (uses != 1)}" if uses else f"any number of {peer}s"
-    whom = "watching only" if kind == "watcher" else peers
+    who = "peer" if kind == "trainer" else kind
+    whom = f"{uses} {who}{'s' * (uses != 1)}" if uses else f"any number of {who}s"
     until = f"{datetime.fromtimestamp(expires_s, UTC):%Y-%m-%d %H:%M} UTC" if expires_s else ""
     return f"for {whom}, until {until}" if until else f"for {whom}, without expiry"
 

@@ -201,6 +201,7 @@ def bad_inputs() -> tuple[type[Exception], ...]:
 
     return (
         client_errors.NotWelcome,  # the coordinator does not accept the invite's token
+        client_errors.Invalid,  # the coordinator cannot do what was asked of it
         client_errors.WrongCertificate,  # another run's, at the invite's address
         client_errors.WrongRunOrVersion,
         StartError,  # a state directory or port that is in use

@@ -8,17 +8,18 @@ import difflib
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from atoll.peer.cli import Subparsers, new_parser, print_json
 from atoll.peer.cli.evict import the_peer
+from atoll.peer.cli.organiser_key import add_key, find_keys, key_in_force, viewer
 from atoll.peer.cli.watching import add_invite, read_invite
 
 if TYPE_CHECKING:
-    from atoll.coordinator.rpc.orders import OrderClient
+    from atoll.coordinator.rpc.orders import OrderClient, OrderStanding
     from atoll.coordinator.run.invite import Invite
-    from atoll.coordinator.run.keys import RunKeys
     from atoll.coordinator.run.status import RunStatus
     from atoll.optim.log.orders import Change, Order
 
@@ -33,10 +34,6 @@ NAMES = (
     "codec",
     "reducer",
 )
-
-
-class NoRunKey(ValueError):
-    """The run's key is not on this machine, or the file is another run's."""
 
 
 class WrongOrder(ValueError):
@@ -92,13 +89,7 @@ def add_parser(subparsers: Subparsers) -> None:
 def _add(actions: Subparsers, name: str, help_: str) -> argparse.ArgumentParser:
     action: argparse.ArgumentParser = actions.add_parser(name, help=help_, description=help_)
     add_invite(action)
-    action.add_argument(
-        "--key",
-        type=Path,
-        metavar="PATH",
-        help="keys.json of the run's coordinator, or the directory that holds it (default: found "
-        "in ~/.local/state/atoll/coordinators).",
-    )
+    add_key(action)
     action.add_argument(
         "--wait",
         type=float,
@@ -119,12 +110,10 @@ def _round(text: str) -> int:
 def run(args: argparse.Namespace) -> int:
     """Give the orders, and wait until they are decided."""
     invite = read_invite(args.invite)
-    keys = find_keys(invite, args.key)
+    find_keys(invite, args.key)  # before anything is asked
     if args.action in ("evict", "readmit"):
-        work = _give_about(invite, keys, args)
-    else:
-        work = _give(invite, keys, changes_of(args), args.wait, as_json=args.json)
-    return asyncio.run(work)
+        return asyncio.run(_give_about(invite, args))
+    return asyncio.run(_give(invite, args.key, changes_of(args), args.wait, as_json=args.json))
 
 
 def changes_of(args: argparse.Namespace) -> list[Change]:
@@ -171,51 +160,26 @@ def _setting(text: str) -> Change:
         raise WrongOrder(f"{name}: {reason}, got {value}") from None
 
 
-def find_keys(invite: Invite, given: Path | None) -> RunKeys:
-    """Return the keys of the invite's run. Raises NoRunKey and KeysError."""
-    from atoll.coordinator.run.keys import KEYS_FILE, RunKeys
-    from atoll.peer.paths import coordinator_state_dir
-
-    if given is not None:
-        path = given / KEYS_FILE if given.is_dir() else given
-        if not path.exists():
-            raise NoRunKey(f"{path}: no such file; pass keys.json of the run's coordinator")
-        keys = RunKeys.load_or_create(path)
-        if keys.run_public_key != invite.run_key:
-            raise NoRunKey(f"{path}: expected the key of the invite's run, got that of another")
-        return keys
-    parent = coordinator_state_dir("any").parent
-    for path in sorted(parent.glob(f"*/{KEYS_FILE}")):
-        keys = RunKeys.load_or_create(path)
-        if keys.run_public_key == invite.run_key:
-            return keys
-    raise NoRunKey(
-        f"the key of this run is not in {parent}; run this on the coordinator's machine, or pass "
-        "--key with its keys.json"
-    )
-
-
-async def _give_about(invite: Invite, keys: RunKeys, args: argparse.Namespace) -> int:
+async def _give_about(invite: Invite, args: argparse.Namespace) -> int:
     """Give an order about a peer, and warn if too few are left."""
     from atoll.coordinator.rpc.channel import StatusClient
     from atoll.optim.log.orders import MAX_REASON, EvictPeer, ReadmitPeer
 
-    client = StatusClient(invite)
+    client = StatusClient(invite, viewer(invite.run_id))
     try:
         status = await client.status()
     finally:
         await client.close()
     peer_id = find_peer(status, args.peer)
     if args.action == "readmit":
-        return await _give(
-            invite, keys, [ReadmitPeer(peer_id=peer_id)], args.wait, as_json=args.json
-        )
+        change: Change = ReadmitPeer(peer_id=peer_id)
+        return await _give(invite, args.key, [change], args.wait, as_json=args.json)
     if len(args.reason) > MAX_REASON:
         raise WrongOrder(f"--reason: expected at most {MAX_REASON} characters")
     if warning := shortage(status, peer_id):
         print(f"warning: {warning}", file=sys.stderr)
     change = EvictPeer(peer_id=peer_id, reason=args.reason)
-    return await _give(invite, keys, [change], args.wait, as_json=args.json)
+    return await _give(invite, args.key, [change], args.wait, as_json=args.json)
 
 
 def find_peer(status: RunStatus, named: str) -> str:
@@ -241,37 +205,74 @@ def shortage(status: RunStatus, peer_id: str) -> str:
     return ""
 
 
-async def _give(
-    invite: Invite, keys: RunKeys, changes: Sequence[Change], wait_s: float, *, as_json: bool
-) -> int:
+async def standing_of(invite: Invite) -> OrderStanding:
+    """Return how far the organiser's orders are. Raises CoordinatorError."""
+    from atoll.coordinator.rpc.orders import OrderClient
+
+    client = OrderClient(invite, viewer(invite.run_id))
+    try:
+        return await client.ask()
+    finally:
+        await client.close()
+
+
+async def give_orders(
+    invite: Invite, key: Path | None, changes: Sequence[Change], wait_s: float
+) -> list[tuple[Order, bool]]:
+    """Give orders, and wait until they are decided.
+
+    Args:
+        invite: of the run.
+        key: file of the organiser's key, or its directory; None: found on this machine.
+        changes: one for each order.
+        wait_s: longest wait for the decision.
+
+    Returns:
+        Each order, and whether it is decided.
+
+    Raises:
+        NoRunKey, KeysError: the key in force is not here.
+        WrongOrder: the run cannot take a change; none was given.
+        CoordinatorError: no answer, or a refusal.
+    """
     from atoll.coordinator.orders import misfit
     from atoll.coordinator.rpc.orders import OrderClient
     from atoll.optim.log.orders import Order, sign_order
 
-    client = OrderClient(invite)
+    client = OrderClient(invite, viewer(invite.run_id))
     try:
         standing = await client.ask()
+        organiser = key_in_force(invite, key, standing.settings)
         for change in changes:  # all of them, before the first is given
             if reason := misfit(standing.spec, change, standing.settings):
                 raise WrongOrder(reason)
         orders = []
         for number, change in enumerate(changes, standing.next_number):
             order = Order(run_id=invite.run_id, number=number, change=change)
-            await client.give(sign_order(order, keys.sign))
+            await client.give(sign_order(order, organiser.sign))
             orders.append(order)
         decided = await _await_decision(client, orders[-1], wait_s)
     finally:
         await client.close()
-    for order in orders:
-        _tell(order, is_decided=order.number <= decided, as_json=as_json)
+    return [(order, order.number <= decided) for order in orders]
+
+
+async def _give(
+    invite: Invite, key: Path | None, changes: Sequence[Change], wait_s: float, *, as_json: bool
+) -> int:
+    for order, is_decided in await give_orders(invite, key, changes, wait_s):
+        _tell(order, is_decided=is_decided, as_json=as_json)
     return 0
 
 
 async def _await_decision(client: OrderClient, last: Order, wait_s: float) -> int:
     """Wait until an order is in all logs of the run; return the newest that is."""
-    until = time.monotonic() + wait_s
+    from atoll.coordinator.rpc.client_errors import CoordinatorError
+
+    until, decided = time.monotonic() + wait_s, 0
     while True:
-        decided = (await client.ask()).decided
+        with suppress(CoordinatorError):  # the order is given all the same
+            decided = (await client.ask()).decided
         if decided >= last.number or time.monotonic() >= until:
             return decided
         await asyncio.sleep(LOOK_EVERY_S)
@@ -284,5 +285,10 @@ def _tell(order: Order, *, is_decided: bool, as_json: bool) -> None:
         change = order.change.model_dump()
         print_json({"number": order.number, **change, "decided": is_decided})
         return
-    waits = "" if is_decided else " (given; decided as soon as enough peers are online)"
-    print(f"{described(order)}{waits}", file=sys.stdout if is_decided else sys.stderr, flush=True)
+    text = f"{described(order)}{waits(is_decided=is_decided)}"
+    print(text, file=sys.stdout if is_decided else sys.stderr, flush=True)
+
+
+def waits(*, is_decided: bool) -> str:
+    """Return what to add to the text of an order that is not decided yet."""
+    return "" if is_decided else " (given; decided as soon as enough peers are online)"

@@ -129,8 +129,9 @@ async def feeding(run: "Invite | Path") -> "AsyncIterator[Feed]":
 async def asking(invite: "Invite") -> "AsyncIterator[StatusClient]":
     """Yield a client of the coordinator and close it at the end."""
     from atoll.coordinator.rpc.channel import StatusClient
+    from atoll.peer.cli.organiser_key import viewer
 
-    client = StatusClient(invite)
+    client = StatusClient(invite, viewer(invite.run_id))
     try:
         yield client
     finally:

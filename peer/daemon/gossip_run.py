@@ -126,7 +126,7 @@ class GossipRun:
             settings=RoundSettings(stall_s=spec.round.stall_s, grace_s=spec.round.grace_s),
             compute=env.compute,
             on_event=env.report,
-            conduct=Conduct(is_evicted=env.client.is_evicted),
+            conduct=Conduct(is_evicted=env.client.admissions.is_out),
             last_round=spec.run.rounds,
             ready_in_s=progress.ready_in_s,
         )

@@ -17,7 +17,6 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from atoll.coordinator.rpc.client import CoordinatorClient, Joined
-from atoll.coordinator.run.admission import AdmissionCheck
 from atoll.coordinator.run.invite import Invite
 from atoll.coordinator.run.levels import Level
 from atoll.coordinator.run.spec import RunSpec
@@ -187,8 +186,6 @@ async def _node(options: LiveOptions, key: Path, joined: Joined, client: Coordin
         listen_maddrs=usable(options.listen),
         bootstrap=joined.bootstrap or invite.bootstrap,
         admission=joined.admission,
-        check=AdmissionCheck(
-            invite.run_key, invite.run_id, clock=client.now_s, is_evicted=client.is_evicted
-        ),
+        check=client.admissions,
         clock_offset_s=client.clock_offset_s,
     )

@@ -20,7 +20,6 @@ from functools import partial
 from atoll.coordinator.policies import STALL_S
 from atoll.coordinator.rpc.client import Beat, Joined
 from atoll.coordinator.rpc.client_errors import CoordinatorError
-from atoll.coordinator.run.keys import verify_run_key
 from atoll.coordinator.run.levels import Level
 from atoll.coordinator.run.phases import RoundPhase
 from atoll.coordinator.run.spec import RunSpec
@@ -35,9 +34,10 @@ from atoll.optim.log.entry import (
     LogError,
     genesis_chain,
     is_quorum,
+    verify_key,
 )
 from atoll.optim.log.mending import mend
-from atoll.optim.log.orders import RunSettings, described
+from atoll.optim.log.orders import RunSettings, described, read_order
 from atoll.optim.log.replica import (
     LiveReplica,
     Module,
@@ -126,7 +126,7 @@ class LogRun:
             on_event=env.report,
             ready_in_s=(lambda: None) if env.is_keeper else self.progress.ready_in_s,
             conduct=Conduct(
-                is_evicted=env.client.is_evicted,
+                is_evicted=env.client.admissions.is_out,
                 evicted_in_log=self._evicted_others,
             ),
             rule=rule_of(spec.round.reducer),
@@ -286,7 +286,7 @@ class LogRun:
             keep_snapshots=KEPT_SNAPSHOTS,
         )
         env.files.callback(store.close)
-        verify_run = partial(verify_run_key, env.options.invite.run_key)
+        verify_run = partial(verify_key, env.options.invite.run_key)
         folder = env.paths.log(module.name)
         core = Replica(
             module,
@@ -300,7 +300,7 @@ class LogRun:
     async def _settle(self, joined: Joined | None) -> None:
         """Resume from this machine, or fetch a state."""
         env = self._env
-        verify_run = partial(verify_run_key, env.options.invite.run_key)
+        verify_run = partial(verify_key, env.options.invite.run_key)
         damage = await env.compute(partial(mend, self.replica.store, verify_run=verify_run))
         if damage:
             env.report("warning", str(damage))
@@ -348,8 +348,8 @@ class LogRun:
     def _on_settled(self, settled: Settled) -> None:
         entry = settled.applied.entry
         if entry.kind == "control":
-            order = self.replica.open_order(entry.order)
-            self._env.company.show("info", f"round {entry.position + 1}: {described(order)}")
+            text = described(read_order(entry.order))
+            self._env.company.show("info", f"round {entry.position + 1}: {text}")
             self._follow_settings()
         if not self._env.is_keeper:  # nobody would take it
             self._decisions.put(settled)

@@ -25,7 +25,6 @@ import torch
 
 from atoll.coordinator.rpc.client import CoordinatorClient, Joined
 from atoll.coordinator.rpc.client_errors import CoordinatorError
-from atoll.coordinator.run.admission import AdmissionCheck
 from atoll.coordinator.run.invite import Invite
 from atoll.coordinator.run.levels import Level
 from atoll.coordinator.run.phases import OnPhase
@@ -444,9 +443,7 @@ async def _environment(
         admission=enrolment.membership.admission,
         # By the coordinator's clock, which dates admissions; hivemind refuses a node that is off
         # by more than 3 s.
-        check=AdmissionCheck(
-            invite.run_key, invite.run_id, clock=client.now_s, is_evicted=client.is_evicted
-        ),
+        check=client.admissions,
         clock_offset_s=client.clock_offset_s,
     )
     stack.push_async_callback(node.close)

@@ -12,8 +12,9 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from atoll.coordinator.invites import issue, read_book, token_hash
+from atoll.coordinator.invites import issue, read_book
 from atoll.coordinator.run.invite import Invite, InviteError
+from atoll.coordinator.run.issued_invite import token_hash
 from atoll.coordinator.service.server import Running
 from atoll.peer.lab.children import BAD_INPUT, Child, how
 from atoll.peer.paths import PeerPaths

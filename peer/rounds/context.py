@@ -25,7 +25,7 @@ from atoll.optim.log.entry import (
     leader_order,
 )
 from atoll.optim.log.evidence import Evidence, EvidenceBook
-from atoll.optim.log.orders import OrderBook
+from atoll.optim.log.orders import OrderBook, OrderInvalid, read_order
 from atoll.optim.log.replica import Compute, LiveReplica, Replay
 from atoll.optim.reduction.cells import Bytes
 from atoll.optim.reduction.robust import Rule, rule_of
@@ -398,18 +398,38 @@ class Context(PeerContext):
     def take_order(self, signed: bytes) -> bool:
         """Keep an order that the log here does not hold; return whether it is news.
 
+        The log here says which key signs the next order. Who gives a later one may know of another
+        key, so one that does not fit the orders known here is no fault, and is not kept.
+
         Raises:
-            LogError: it is none of this run's.
+            LogError: it is malformed; or it is to come next, and is none of this run's.
         """
-        order = self.replica.open_order(signed)
-        is_news = order.number > self.replica.settings.number
-        return is_news and self.orders.add(signed, order)
+        settings = self.replica.settings
+        number = read_order(signed).number
+        if number <= settings.number:
+            return False
+        try:
+            key = self.orders.key_before(number, settings)
+            return self.orders.add(signed, self.replica.open_order(signed, key))
+        except OrderInvalid:
+            if number == settings.number + 1:
+                raise
+            return False
 
     def next_order(self) -> bytes | None:
         """Return the order that the next entry may bring, if it is known here."""
         replica = self.replica
-        is_over = replica.settings.is_over(replica.position)
-        return None if is_over else self.orders.next(replica.settings.number)
+        settings = replica.settings
+        if settings.is_over(replica.position):
+            return None
+        signed = self.orders.next(settings.number)
+        try:
+            if signed is not None:
+                replica.open_order(signed, settings.key)
+        except OrderInvalid:  # the log took an order that names another key than was known
+            self.orders.drop(settings.number + 1)
+            return None
+        return signed
 
     def restore_evidence(self) -> None:
         """Bar those against whom an earlier process of this peer held evidence."""

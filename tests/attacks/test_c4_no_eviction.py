@@ -84,15 +84,15 @@ def test_an_invite_for_two_peers_admits_two_and_their_restarts(tmp_path: Path) -
     kit.run(main())
 
 
-def test_a_watcher_sees_the_status_and_cannot_join(tmp_path: Path) -> None:
+def test_an_observer_sees_the_status_and_cannot_join(tmp_path: Path) -> None:
     async def main() -> None:
         folder = tmp_path / "run"
         async with kit.net(folder) as net:
             code, out, _ = await asyncio.to_thread(
-                command, "invite", folder, "--watch", "--expires", "12h", "--json"
+                command, "invite", folder, "--role", "observer", "--expires", "12h", "--json"
             )
             told = json.loads(out)
-            assert code == 0 and told["kind"] == "watcher"
+            assert code == 0 and told["kind"] == "observer"
             assert 12 * 3600 - 60 < told["expires_s"] - time.time() < 12 * 3600 + 60
             invite = Invite.decode(told["invite"])
             watcher = StatusClient(invite)
@@ -181,7 +181,7 @@ def test_a_revoked_first_invite_admits_nobody_else(tmp_path: Path) -> None:
     [
         (("--uses", "0"), "expected 1 to"),
         (("--expires", "7"), "expected a time such as 30m, 12h, 7d or 2w, got 7"),
-        (("--watch", "--uses", "2"), "cannot be combined"),
+        (("--role", "watcher"), "invalid choice"),
     ],
 )
 def test_bad_limits_are_refused(tmp_path: Path, arguments: tuple[str, ...], why: str) -> None:
@@ -214,7 +214,7 @@ def test_expired_invites_let_their_peers_return(tmp_path: Path) -> None:
         desk.join(token, "late", 101.0)
     name, _ = issue(tmp_path, kind="trainer")
     assert name != "first"
-    revoke(tmp_path, read_book(tmp_path).invites[0].id, FIRST)
+    revoke(tmp_path, read_book(tmp_path).invites[0].id, FIRST, at_s=101.0)
     with pytest.raises(InviteRefused, match="revoked"):
         desk.join(token, "early", 101.0)
 

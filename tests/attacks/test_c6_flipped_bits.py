@@ -16,8 +16,8 @@ import pytest
 import torch
 
 from atoll.coordinator.catching_up import LAG_S
-from atoll.coordinator.run.keys import KEYS_FILE, RunKeys, verify_run_key
-from atoll.optim.log.entry import Certificate, LogError, genesis_chain
+from atoll.coordinator.run.keys import KEYS_FILE, RunKeys
+from atoll.optim.log.entry import Certificate, LogError, genesis_chain, verify_key
 from atoll.optim.log.mending import mend
 from atoll.optim.log.replica import LiveReplica, Replica
 from atoll.optim.log.store import LogStore
@@ -60,7 +60,7 @@ def test_the_digests_find_a_flipped_bit(
 ) -> None:
     folder = log.folder / "whole"
     log.whole.store.close()
-    verify_run = partial(verify_run_key, log.keys.run_public_key)
+    verify_run = partial(verify_key, log.keys.run_public_key)
 
     def opened() -> LogStore:
         chain = genesis_chain(RUN, kit.genesis().root())
@@ -184,7 +184,7 @@ def test_a_first_state_that_has_rotted_is_made_again_or_done_without(
 
 
 def test_a_log_of_an_earlier_version_is_checked_from_now_on(log: Log) -> None:
-    folder, verify_run = log.folder / "whole", partial(verify_run_key, log.keys.run_public_key)
+    folder, verify_run = log.folder / "whole", partial(verify_key, log.keys.run_public_key)
     chain = genesis_chain(RUN, kit.genesis().root())
     log.whole.store.close()
     with sqlite3.connect(folder / "log.sqlite") as db:

@@ -11,7 +11,7 @@ from atoll.dht import roster as rosters
 from atoll.dht.identity import Identity
 from atoll.dht.refusals import RefusalCode
 from atoll.dht.roster import MAX_ASKS, DhtRoster, sign_record
-from atoll.dht.transport import Refused
+from atoll.dht.transport import Refused, admit_everyone
 from atoll.optim.log.entry import Elector
 from atoll.peer.rounds.consensus.leader import MAX_BEGUN, MAX_PROBED, Leadership
 from atoll.peer.rounds.consensus.round import leader_of
@@ -23,9 +23,7 @@ RUN = "run"
 
 
 def roster(identity):
-    return DhtRoster(
-        None, identity, run_id=RUN, credential=lambda: b"", check=lambda peer, credential: None
-    )
+    return DhtRoster(None, identity, run_id=RUN, credential=lambda: b"", check=admit_everyone)
 
 
 def signed(identity, lasts_s):

@@ -99,12 +99,12 @@ def test_a_leader_cannot_propose_an_order_that_nobody_gave(tmp_path, monkeypatch
         lie = forged(1, StopRun())
         monkeypatch.setattr(liar.ctx, "next_order", lambda: lie)
         order = Order.decode(SignedOrder.decode(lie).order)
-        monkeypatch.setattr(liar.replica, "open_order", lambda signed: order)
+        monkeypatch.setattr(liar.replica, "open_order", lambda signed, key: order)
         position = max(peer.replica.position for peer in peers)
         await swarm.until(lambda: reached(honest, position + 8), timeout_s=900.0)
         assert "control" not in kinds(honest[0])
         assert {peer.replica.settings for peer in honest} == {RunSettings()}
-        assert any("expected a signature of the run's key" in event for event in liar.events)
+        assert any("expected a signature of the organiser's key" in event for event in liar.events)
 
     run(tmp_path, scenario)
 

@@ -164,7 +164,7 @@ def test_an_invite_for_keepers_makes_keepers_for_good(tmp_path: Path, clock: Clo
     with pytest.raises(Refusal, match="all have joined"):
         join(admission, token, trainer)
     # Neither a restart of the coordinator nor a revoked invite makes it a trainer again.
-    revoke(tmp_path, name, keys.token)
+    revoke(tmp_path, name, keys.token, at_s=0.0)
     again = control(tmp_path, clock, keys, has_keepers=True)
     assert join(again, keys.token, keeper).role == "keeper"
     assert again.role_of(keeper.peer_id, "trainer") == "keeper"

@@ -16,9 +16,10 @@ from atoll.coordinator.policies import STALL_S
 from atoll.coordinator.report.view import orders_text
 from atoll.coordinator.rpc.client_errors import Evicted, Invalid, NotWelcome
 from atoll.coordinator.rpc.orders import OrderClient
-from atoll.coordinator.run.keys import RunKeys, verify_run_key
+from atoll.coordinator.run.keys import RunKeys
 from atoll.coordinator.run.spec import RunSpec
 from atoll.dht.identity import Identity
+from atoll.optim.log.entry import verify_key
 from atoll.optim.log.orders import (
     MAX_EVICTED,
     MAX_PENDING,
@@ -56,7 +57,7 @@ def path(tmp_path: Path) -> Path:
 
 
 def desk_at(path: Path) -> OrderDesk:
-    verify = partial(verify_run_key, KEYS.run_public_key)
+    verify = partial(verify_key, KEYS.run_public_key)
     return OrderDesk(path, run_id=RUN, spec=kit.SPEC, verify_run=verify)
 
 
@@ -66,8 +67,8 @@ def test_orders_are_kept_over_a_restart(path: Path) -> None:
     for order in orders:
         desk.give(order, NONE)
     again = desk_at(path)
-    assert again.lacking(0) == orders
-    assert again.lacking(1) == orders[1:]
+    assert again.lacking(RunSettings()) == orders
+    assert again.lacking(RunSettings(number=1)) == orders[1:]
     assert again.next_number(NONE) == 3
     assert path.stat().st_mode & 0o777 == 0o600
 
@@ -78,7 +79,7 @@ def test_an_order_that_is_given_again_is_taken_once(path: Path) -> None:
     order = desk.give(signed(1, PauseRun()), NONE)
     assert order is not None and order.number == 1
     assert desk.give(signed(1, PauseRun()), NONE) is None
-    assert len(desk.lacking(0)) == 1
+    assert len(desk.lacking(RunSettings())) == 1
 
 
 def test_an_order_out_of_its_turn_is_refused(path: Path) -> None:
@@ -94,7 +95,7 @@ def test_an_order_out_of_its_turn_is_refused(path: Path) -> None:
 
 def test_an_order_of_another_key_or_run_is_refused(path: Path) -> None:
     desk = desk_at(path)
-    with pytest.raises(OrderRefused, match="signature of the run's key"):
+    with pytest.raises(OrderRefused, match="signature of the organiser's key"):
         desk.give(signed(1, PauseRun(), RunKeys.generate()), NONE)
     with pytest.raises(OrderRefused, match="another run"):
         desk.give(signed(1, PauseRun(), run_id=b"s" * 32), NONE)
@@ -220,7 +221,7 @@ def test_orders_without_the_key_or_the_token_are_refused(tmp_path: Path) -> None
             stranger = OrderClient(replace(net.up.invite, token=bytes(16)))
             for client in (organiser, stranger):
                 net.stack.push_async_callback(client.close)
-            with pytest.raises(Invalid, match="signature of the run's key"):
+            with pytest.raises(Invalid, match="signature of the organiser's key"):
                 await organiser.give(signed(1, PauseRun(), RunKeys.generate(), net.run_id))
             with pytest.raises(NotWelcome):
                 await stranger.ask()
@@ -366,7 +367,8 @@ async def stand_still(net: kit.Net, since_s: float, seconds: float, *, online: i
 def control(net: kit.Net, log: KeptLog, order: bytes, **changes: Any) -> Any:
     """The next entry, which brings an order."""
     replica = log.replica
-    settings = replica.settings.after(replica.open_order(order), replica.position).stored
+    before = replica.settings
+    settings = before.after(replica.open_order(order, before.key), replica.position).stored
     empty = {"members": (), "parts": ()} | changes
     entry, _ = net.swarm.entry(
         replica.run_id, replica.head, kind="control", order=order, settings=settings, **empty

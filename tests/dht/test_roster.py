@@ -76,11 +76,22 @@ def test_a_swapped_credential_is_refused():
 
 
 def test_an_expired_admission_is_refused_by_the_reader():
-    def check(peer, credential):
+    def check(peer, credential, use=""):
         raise Refused(RefusalCode.NOT_ADMITTED, f"{credential!r} ran out")
 
     with pytest.raises(RecordError, match="ran out"):
         open_record(signed(), run_id=RUN, check=check)
+
+
+def test_a_record_names_no_role_that_its_admission_does_not_allow():
+    asked = []
+
+    def check(peer, credential, use=""):
+        asked.append(use)
+
+    open_record(signed(record(role="follower")), run_id=RUN, check=check)
+    open_record(signed(), run_id=RUN, check=check)
+    assert asked == ["record:follower", "record:trainer"]
 
 
 @pytest.mark.parametrize(
@@ -206,7 +217,7 @@ class FakeDht:
         return Found(self.records) if self.records else None
 
 
-def admit(peer, credential):
+def admit(peer, credential, use=""):
     if credential != b"ticket":
         raise Refused(RefusalCode.NOT_ADMITTED, "no ticket")
 

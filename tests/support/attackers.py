@@ -383,7 +383,7 @@ def evict(patch, peers, liar):
     """The organiser puts a peer out, as the others hear with their next heartbeats."""
     name = liar.identity.peer_id
 
-    def check(remote, _):
+    def check(remote, _, use=""):
         if remote == name:
             raise Refused(RefusalCode.NOT_ADMITTED, "the organiser has evicted this peer")
 

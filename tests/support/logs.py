@@ -9,9 +9,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from atoll.coordinator.run.keys import RunKeys, verify_run_key
+from atoll.coordinator.run.keys import RunKeys
 from atoll.dht import verify
-from atoll.optim.log.entry import Claim, Entry, genesis_chain
+from atoll.optim.log.entry import Claim, Entry, genesis_chain, verify_key
 from atoll.optim.log.replica import Module, Replica
 from atoll.optim.log.store import LogStore
 from atoll.optim.methods import Method
@@ -49,7 +49,7 @@ def open_replica(
         module(run_id, method),
         LogStore(folder, run_id=run_id, genesis_chain=chain, **store),
         verify=verify,
-        verify_run=partial(verify_run_key, keys.run_public_key),
+        verify_run=partial(verify_key, keys.run_public_key),
         is_ledger=is_ledger,
         allocate=allocate,
     )

@@ -16,7 +16,7 @@ RUN = "test-run"
 TICKET = b"ticket"
 
 
-def check(remote, credential):
+def check(remote, credential, use=""):
     if credential != TICKET:
         raise Refused(RefusalCode.NOT_ADMITTED, "expected a ticket")
 

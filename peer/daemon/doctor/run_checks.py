@@ -15,7 +15,6 @@ from atoll.coordinator.report.view import apart, is_gone, label, names
 from atoll.coordinator.rpc.client import CoordinatorClient, Joined
 from atoll.coordinator.rpc.client_errors import CoordinatorError
 from atoll.coordinator.run.addresses import split_address
-from atoll.coordinator.run.admission import AdmissionCheck
 from atoll.coordinator.run.invite import Invite
 from atoll.coordinator.run.status import CANNOT_REACH, RunStatus
 from atoll.coordinator.run.text import clean, size
@@ -199,9 +198,7 @@ async def measured_links(
             listen_maddrs=listen,
             bootstrap=bootstrap,
             admission=joined.admission,
-            check=AdmissionCheck(
-                invite.run_key, invite.run_id, clock=client.now_s, is_evicted=client.is_evicted
-            ),
+            check=client.admissions,
             clock_offset_s=client.clock_offset_s,
         )
     except (TransportError, TimeoutError, OSError) as error:

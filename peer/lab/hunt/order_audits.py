@@ -11,8 +11,7 @@ import struct
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from atoll.coordinator.run.keys import verify_run_key
-from atoll.optim.log.entry import Entry
+from atoll.optim.log.entry import Entry, verify_key
 from atoll.optim.log.orders import (
     EvictPeer,
     Order,
@@ -85,7 +84,7 @@ class OrderAudit:
     def _take(self, at: str, after: dict[str, Any], entry: Entry) -> None:
         signed = SignedOrder.decode(entry.order)
         payload = b"atoll order 1" + signed.order
-        if not verify_run_key(self._run_key, payload, signed.signature):
+        if not verify_key(after.get("key", self._run_key), payload, signed.signature):
             self._fail("orders are the organiser's", f"{at}: under another key")
         order = Order.decode(signed.order)
         if order.number != after.get("number", 0) + 1:

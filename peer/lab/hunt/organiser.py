@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
+from hashlib import sha256
 from typing import Any
+
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from atoll.coordinator.orders import misfit
 from atoll.coordinator.rpc.client_errors import CoordinatorError, Invalid
@@ -21,6 +24,8 @@ from atoll.optim.log.orders import (
     Change,
     Order,
     PauseRun,
+    RotateKey,
+    RunSettings,
     SetCodec,
     SetInnerScale,
     SetInnerSteps,
@@ -39,15 +44,24 @@ World = Any
 """A `world.World`, whose module imports this one."""
 
 TRY_AGAIN_S = 5.0  # after the coordinator could not be reached
+NEW_KEYS = 0.15  # of changes
 MOST_ROUNDS = 20  # that a run goes on at most after an order to stop
 
 
 class Organiser(Machine):
     """The machine from which orders are given, one after the other."""
 
-    def __init__(self, world: World, keys: RunKeys, identity: Identity) -> None:
-        """Begin with a run's keys; `identity` is another key, which signs what is forged."""
-        self._keys = keys
+    def __init__(
+        self, world: World, keys: RunKeys, identity: Identity, faults: Sequence[PlannedFault]
+    ) -> None:
+        """Begin with a run's keys, and those that its faults draw.
+
+        `identity` is another key, which signs what is forged.
+        """
+        self._signers = {None: keys.sign} | {
+            key.public_key().public_bytes_raw(): key.sign for key in map(drawn_key, faults)
+        }
+        """By the key that orders have named: what signs with it."""
         self._wanted: asyncio.Queue[Change] = asyncio.Queue()
         self.given: list[tuple[int, bytes]] = []
         """the orders that the coordinator has taken, with their numbers"""
@@ -89,7 +103,7 @@ class Organiser(Machine):
                     if reason := misfit(standing.spec, change):
                         self.world.say(f"organiser: no order: {reason}")
                         return
-                    signed = self._sign(standing.next_number, change)
+                    signed = self._sign(standing.next_number, change, standing.settings.key)
                 await client.give(signed)
                 order = Order.decode(SignedOrder.decode(signed).order)
                 self.given.append((order.number, signed))
@@ -103,9 +117,9 @@ class Organiser(Machine):
             finally:
                 await client.close()
 
-    def _sign(self, number: int, change: Change) -> bytes:
+    def _sign(self, number: int, change: Change, key: bytes | None) -> bytes:
         order = Order(run_id=self.world.invite.run_id, number=number, change=change)
-        signed = sign_order(order, self._keys.sign)
+        signed = sign_order(order, self._signers[key])
         self.signed.append(signed)
         return signed
 
@@ -113,7 +127,7 @@ class Organiser(Machine):
 
     def forge(self, change: Change, peer: PeerMachine) -> None:
         """Give a peer the next order under another key, as a liar does."""
-        number = _number(peer) + 1
+        number = _settings(peer).number + 1
         order = Order(run_id=self.world.invite.run_id, number=number, change=change)
         if _takes(peer, sign_order(order, self.identity.sign)):
             self.world.audit.fail("orders are the organiser's", f"{peer.name} took a forged one")
@@ -125,18 +139,18 @@ class Organiser(Machine):
 
     def rival(self, change: Change, peer: PeerMachine) -> None:
         """Give a peer an order whose number the coordinator's next one will have too."""
-        number = _number(peer) + 1
-        self.rivals.add(number)
-        _takes(peer, self._sign(number, change))
+        settings = _settings(peer)
+        self.rivals.add(settings.number + 1)
+        _takes(peer, self._sign(settings.number + 1, change, settings.key))
 
     def lost(self, decided: Collection[bytes]) -> list[int]:
         """Return the numbers of orders that the coordinator took and a log does not hold."""
         return [n for n, signed in self.given if signed not in decided and n not in self.rivals]
 
 
-def _number(peer: PeerMachine) -> int:
+def _settings(peer: PeerMachine) -> RunSettings:
     replica = getattr(peer.peer.run, "replica", None) if peer.peer is not None else None
-    return replica.settings.number if replica is not None else 0
+    return replica.settings if replica is not None else RunSettings()
 
 
 def _takes(peer: PeerMachine, signed: bytes) -> bool:
@@ -163,7 +177,15 @@ def drawn_change(fault: PlannedFault, position: int) -> Change:
             return _drawn_number(fault)
 
 
+def drawn_key(fault: PlannedFault) -> Ed25519PrivateKey:
+    """Return the organiser's new key that a fault draws."""
+    drawn = f"organiser {fault.at_s} {fault.who} {fault.other}"
+    return Ed25519PrivateKey.from_private_bytes(sha256(drawn.encode()).digest())
+
+
 def _drawn_number(fault: PlannedFault) -> Change:
+    if fault.amount < NEW_KEYS:
+        return RotateKey(value=drawn_key(fault).public_key().public_bytes_raw())
     numbers: tuple[Callable[[], Change], ...] = (
         lambda: SetInnerSteps(value=2 + int(8 * fault.amount)),
         lambda: SetOuterRate(value=0.3 + 0.7 * fault.amount),

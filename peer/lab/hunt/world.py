@@ -30,7 +30,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from atoll.coordinator import invites
 from atoll.coordinator.coordinator import Coordinator
 from atoll.coordinator.rpc import channel
-from atoll.coordinator.run import admission, eviction, keys
+from atoll.coordinator.run import admission, eviction
 from atoll.coordinator.run.admission import CLOCK_SLACK_S, Admission
 from atoll.coordinator.run.invite import Invite
 from atoll.coordinator.run.keys import RunKeys
@@ -42,6 +42,7 @@ from atoll.dht import clock, identity
 from atoll.dht.identity import Identity
 from atoll.dht.testing.memory import MemoryLink, MemoryNetwork, MemoryTransport
 from atoll.dht.transport import Check, TransportError
+from atoll.optim.log import entry as log_entry
 from atoll.optim.log.entry import Entry, sha256
 from atoll.optim.log.orders import EvictPeer, ReadmitPeer, ResumeRun, RunSettings
 from atoll.optim.log.replica import DISK_ERRORS, Applied, LiveReplica
@@ -84,7 +85,7 @@ MOST_TASKS = 120  # of a machine, a second after everything has healed and gone 
 NUMEL = 1500
 BLOCKS = 3
 MOST_PEERS = 6
-VERIFYING = (admission, eviction, identity, keys)  # modules that verify signatures
+VERIFYING = (admission, eviction, identity, log_entry)  # modules that verify signatures
 
 
 class WatchedReplica(LiveReplica):
@@ -169,7 +170,7 @@ class World:
         planned = getattr(method, "lr", 0.0), getattr(method, "momentum", 0.0)
         self.audit = Audit(_keys(plan).run_public_key, planned)
         self.coordinator = CoordinatorMachine(self, "coordinator", _identity(plan, 0))
-        self.organiser = Organiser(self, _keys(plan), _identity(plan, -1))
+        self.organiser = Organiser(self, _keys(plan), _identity(plan, -1), plan.faults)
         self.peers: list[PeerMachine] = []
         for _ in range(plan.keepers):
             self._add_peer(is_keeper=True)
@@ -216,8 +217,8 @@ class World:
     def audited(self, machine: Machine, check: Check) -> Check:
         """Return a check of admissions that is checked itself."""
 
-        def audited_check(remote: str, credential: bytes) -> float | None:
-            until_s = check(remote, credential)
+        def audited_check(remote: str, credential: bytes, /, use: str = "") -> float | None:
+            until_s = check(remote, credential, use)
             admission = Admission.open(credential, _keys(self.plan).run_public_key)
             late_s = self._true_clock_s() - admission.expires_s - self._clock_errors_s
             if late_s > CLOCK_SLACK_S + 1 or admission.peer_id != remote:

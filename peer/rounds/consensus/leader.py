@@ -687,7 +687,7 @@ class Leadership:
         replica, position = self.ctx.replica, self.place.position
         settings = replica.settings
         if order:
-            settings = settings.after(replica.open_order(order), position)
+            settings = settings.after(replica.open_order(order, settings.key), position)
         lr, momentum = self.ctx.scalars(position)
         root = replica.root_due(position)
         group = self.round.group

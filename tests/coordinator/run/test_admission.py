@@ -71,17 +71,18 @@ def test_any_changed_byte_is_refused(at: int, flip: int) -> None:
 @pytest.mark.parametrize(
     "fields",
     [
-        [2, "peer", "trainer", RUN, 1, 2],
-        [1, "peer", "king", RUN, 1, 2],
-        [1, "peer", "trainer", b"", 1, 2],
-        [1, "peer", "trainer", RUN, 1.5, 2],
-        [1, "peer", "trainer", RUN, True, 2],
-        [1, "peer"],
+        [1, "peer", "trainer", RUN, 1, 2, ""],
+        [2, "peer", "king", RUN, 1, 2, ""],
+        [2, "peer", "trainer", b"", 1, 2, ""],
+        [2, "peer", "trainer", RUN, 1.5, 2, ""],
+        [2, "peer", "trainer", RUN, True, 2, ""],
+        [2, "peer", "trainer", RUN, 1, 2, "x" * 17],
+        [2, "peer"],
         7,
     ],
 )
 def test_wrong_fields_under_a_good_signature_are_refused(fields: object) -> None:
     payload: bytes = msgpack.packb(fields)
-    credential = payload + KEY.sign(b"atoll admission 1" + payload)
+    credential = payload + KEY.sign(b"atoll admission 2" + payload)
     with pytest.raises(AdmissionRefused):
         check_at(1500)("peer", credential)

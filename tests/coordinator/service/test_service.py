@@ -30,13 +30,13 @@ from atoll.coordinator.rpc.client_errors import (
 from atoll.coordinator.rpc.messages import METHODS
 from atoll.coordinator.run.admission import AdmissionCheck
 from atoll.coordinator.run.invite import Invite
-from atoll.coordinator.run.keys import KEYS_FILE, RunKeys, verify_run_key
+from atoll.coordinator.run.keys import KEYS_FILE, RunKeys
 from atoll.coordinator.run.spec import RunSpec
 from atoll.coordinator.run.status import Event, RoundReport
 from atoll.coordinator.service.server import WrongDirectory
 from atoll.coordinator.service.service import MAX_RECEIVED_BYTES, Service, _receive
 from atoll.dht import Identity
-from atoll.optim.log.entry import Certificate, Entry, SignedEpoch
+from atoll.optim.log.entry import Certificate, Entry, SignedEpoch, verify_key
 from atoll.optim.state.outer_state import Assembly
 from support.logs import flip
 
@@ -232,7 +232,7 @@ def test_the_runs_key_signs_the_root_of_a_snapshot_that_is_served(kit: Any, tmp_
             one, *_ = await net.started()
             replica = net.up.coordinator.log.replica
             keys = RunKeys.load_or_create(tmp_path / "run" / KEYS_FILE)
-            verify_run = partial(verify_run_key, keys.run_public_key)
+            verify_run = partial(verify_key, keys.run_public_key)
             signed = (await one.fetch_snapshot()).signed_root
             assert signed is not None and signed.holds(net.run_id, verify_run)
             assert (signed.position, signed.chain) == (0, replica.chain)

@@ -79,7 +79,7 @@ def test_call_answers_with_the_remote_peer_id():
 
 
 def test_refusals_carry_their_code():
-    def closed(remote, credential):
+    def closed(remote, credential, use=""):
         if credential != b"ticket":
             raise Refused(RefusalCode.NOT_ADMITTED, "expected a ticket")
 

@@ -30,6 +30,7 @@ from atoll.optim.log.orders import (
     PauseRun,
     ReadmitPeer,
     ResumeRun,
+    RotateKey,
     RunSettings,
     SetCodec,
     SetInnerScale,
@@ -261,11 +262,13 @@ def swarm() -> kit.Swarm:
     return kit.Swarm()
 
 
-def give(replica: Replica, swarm: kit.Swarm, change: Change, **changes: Any) -> Entry:
+def give(
+    replica: Replica, swarm: kit.Swarm, change: Change, keys: RunKeys = KEYS, **changes: Any
+) -> Entry:
     """Let the swarm decide the next order."""
     before = replica.settings
-    record = signed(before.number + 1, change)
-    settings = before.after(replica.open_order(record), replica.position).stored
+    record = signed(before.number + 1, change, keys)
+    settings = before.after(replica.open_order(record, before.key), replica.position).stored
     control = {"kind": "control", "members": (), "parts": (), "order": record}
     entry, _ = swarm.entry(replica.run_id, replica.head, **control, settings=settings, **changes)
     replica.accept(replica.check(entry, swarm.certify(entry)), b"")
@@ -398,24 +401,72 @@ def test_no_round_has_an_evicted_member(reopen: Open, swarm: kit.Swarm) -> None:
 
 def test_an_order_under_another_key_is_refused(reopen: Open) -> None:
     replica = reopen()
-    with pytest.raises(OrderInvalid, match="signature of the run's key"):
-        replica.open_order(signed(1, PauseRun(), RunKeys.generate()))
+    with pytest.raises(OrderInvalid, match="signature of the organiser's key"):
+        replica.open_order(signed(1, PauseRun(), RunKeys.generate()), None)
     with pytest.raises(MalformedRecord):
-        replica.open_order(b"no order")
+        replica.open_order(b"no order", None)
+
+
+def test_from_a_rotation_on_the_new_key_signs_and_a_replay_agrees(
+    reopen: Open, swarm: kit.Swarm, tmp_path: Path
+) -> None:
+    replica, newer, newest = reopen(), RunKeys.generate(), RunKeys.generate()
+    replica.open_epoch(swarm.electors(), KEYS.sign)
+    go_on(replica, swarm)
+    give(replica, swarm, RotateKey(value=newer.run_public_key))
+    assert replica.settings.key == newer.run_public_key
+    with pytest.raises(OrderInvalid, match="signature of the organiser's key"):
+        give(replica, swarm, PauseRun())  # of the old key
+    with pytest.raises(OrderInvalid, match="signature of the organiser's key"):
+        give(replica, swarm, PauseRun(), newest)
+    give(replica, swarm, SetInnerSteps(value=7), newer)
+    give(replica, swarm, RotateKey(value=newest.run_public_key), newer)
+    with pytest.raises(OrderInvalid, match="signature of the organiser's key"):
+        give(replica, swarm, PauseRun(), newer)
+    give(replica, swarm, SetInnerSteps(value=9), newest)
+    go_on(replica, swarm)
+
+    # A peer that was away meets all of it in the log, and has the same bits.
+    other = open_replica(tmp_path / "away", KEYS)
+    other.adopt(replica.epoch_record)
+    for (entry, certificate), claim in zip(
+        records_of(replica), other.verify(records_of(replica), None), strict=True
+    ):
+        assert (claim.entry.encode(), claim.certificate.encode()) == (entry, certificate)
+        other.accept(claim, replica.store.body(claim.entry.position))
+    assert other.chain == replica.chain and other.state.root() == replica.state.root()
+    other.store.close()
+    again = reopen()
+    assert again.settings == other.settings == replica.settings
+    assert again.state.root() == replica.state.root()
+    assert again.settings.key == newest.run_public_key
+
+
+def test_orders_that_came_before_theirs_wait_for_the_key_that_signs_them() -> None:
+    newer, book = RunKeys.generate(), OrderBook()
+    rotation = RotateKey(value=newer.run_public_key)
+    here = RunSettings(number=4, key=b"k" * 32)
+    assert book.key_before(5, here) == book.key_before(7, here) == b"k" * 32
+    book.add(signed(5, rotation), order(5, rotation))
+    assert book.key_before(5, here) == b"k" * 32
+    assert book.key_before(6, here) == book.key_before(7, here) == newer.run_public_key
+    assert book.key_before(6, RunSettings(number=5)) is None  # the log took another one
+    book.drop(5)
+    assert book.next(4) is None
 
 
 def test_an_order_of_another_run_is_refused(reopen: Open) -> None:
     replica = reopen()
     with pytest.raises(OrderInvalid, match="another"):
-        replica.open_order(signed(1, PauseRun(), run_id=b"s" * 32))
+        replica.open_order(signed(1, PauseRun(), run_id=b"s" * 32), None)
 
 
 def test_each_log_of_a_run_takes_its_orders(tmp_path: Path) -> None:
     replica = open_replica(tmp_path, KEYS)
     replica.module = replace(replica.module, run_id=log_id(RUN, "stage-2"), name="stage-2")
-    assert replica.open_order(signed(1, PauseRun())).change == PauseRun()
+    assert replica.open_order(signed(1, PauseRun()), None).change == PauseRun()
     with pytest.raises(OrderInvalid, match="another"):
-        replica.open_order(signed(1, PauseRun(), run_id=replica.run_id))
+        replica.open_order(signed(1, PauseRun(), run_id=replica.run_id), None)
     replica.store.close()
 
 

@@ -96,7 +96,9 @@ def peer_of_a_log(folder):
         paths=PeerPaths(root=folder),
         identity=types.SimpleNamespace(sign=lambda data: data),
         client=types.SimpleNamespace(
-            fetch_snapshot=nobody, join=nobody, is_evicted=lambda peer_id: False
+            fetch_snapshot=nobody,
+            join=nobody,
+            admissions=types.SimpleNamespace(is_out=lambda peer_id: False),
         ),
         node=types.SimpleNamespace(transport=MemoryNetwork().transport("ann")),
         neighbours=types.SimpleNamespace(

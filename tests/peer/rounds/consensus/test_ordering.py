@@ -15,6 +15,7 @@ from atoll.optim.log.orders import (
     SetOuterRate,
     SetReducer,
     StopRun,
+    read_order,
 )
 from atoll.optim.reduction.robust import median
 from atoll.peer.rounds.allreduce import sides
@@ -330,9 +331,7 @@ def strike_an_order(folder, message, kind, end):
         await swarm.until(lambda: reached(alive, position + 3))
         await asyncio.sleep(1.0)
         assert swarm.same_bits(alive)
-        numbers = [
-            alive[0].replica.open_order(e.order).number for e in entries(alive[0]) if e.order
-        ]
+        numbers = [read_order(e.order).number for e in entries(alive[0]) if e.order]
         assert numbers == [1, 2, 3]
         for peer in alive:
             expect_no_work_lost(peer)

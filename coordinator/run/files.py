@@ -1,0 +1,26 @@
+"""Writing a small file so that a crash leaves the one of before, or the new one."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+
+def replace_private(path: Path, data: bytes) -> None:
+    """Write a file with mode 0600 and its name, both on the disk when this returns.
+
+    Raises:
+        OSError: it cannot be written; the file of before is still there.
+    """
+    partial = path.with_name(f".{path.name}.new")
+    descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    with os.fdopen(descriptor, "wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    partial.replace(path)
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)  # else a loss of power may bring the file of before back
+    finally:
+        os.close(folder)

@@ -297,12 +297,14 @@ class Leaf(_message.Message):
     def __init__(self, index: _Optional[int] = ..., data: _Optional[bytes] = ...) -> None: ...
 
 class StatusRequest(_message.Message):
-    __slots__ = ("token", "module")
+    __slots__ = ("token", "module", "after")
     TOKEN_FIELD_NUMBER: _ClassVar[int]
     MODULE_FIELD_NUMBER: _ClassVar[int]
+    AFTER_FIELD_NUMBER: _ClassVar[int]
     token: bytes
     module: str
-    def __init__(self, token: _Optional[bytes] = ..., module: _Optional[str] = ...) -> None: ...
+    after: int
+    def __init__(self, token: _Optional[bytes] = ..., module: _Optional[str] = ..., after: _Optional[int] = ...) -> None: ...
 
 class StatusReply(_message.Message):
     __slots__ = ("status",)

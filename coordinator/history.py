@@ -6,6 +6,7 @@ what cannot be written is lost at the next restart.
 
 from __future__ import annotations
 
+import functools
 import math
 import sqlite3
 import threading
@@ -18,6 +19,7 @@ from typing import TypeVar
 from atoll.coordinator.run.levels import Level
 from atoll.coordinator.run.status import (
     EVENTS,
+    HISTORY,
     Event,
     LossPoint,
     PeerStatus,
@@ -74,7 +76,7 @@ class History:
     def rounds(self, newest: int, *, until: int = LAST) -> list[RoundSummary]:
         """Return the newest rounds up to the one that led to `until`, oldest first."""
         query = "SELECT record FROM rounds WHERE position <= ? ORDER BY position DESC LIMIT ?"
-        return [r for raw in self._blobs(query, until, newest) if (r := _read(RoundSummary, raw))]
+        return [r for raw in self._blobs(query, until, newest) if (r := _read_round(raw))]
 
     def round(self, position: int) -> RoundSummary | None:
         """Return the round that led to a position."""
@@ -239,3 +241,9 @@ def _read(kind: type[R], raw: bytes) -> R | None:
         return kind.from_json(raw)
     except StatusError:  # of an older version; only people read it, so it is skipped
         return None
+
+
+@functools.lru_cache(maxsize=2 * HISTORY)
+def _read_round(raw: bytes) -> RoundSummary | None:
+    """Parse a round; a replay asks for nearly the same ones each time."""
+    return _read(RoundSummary, raw)

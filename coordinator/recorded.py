@@ -80,7 +80,7 @@ class Recording:
 def _past_log(stack: ExitStack, state_dir: Path, name: str) -> past.PastLog:
     history = stack.enter_context(closing(_history(state_dir, name)))
     db = stack.enter_context(_database(state_dir / log_folder(name) / LOG_FILE))
-    entries = partial(_entries, db)
+    entries = partial(entries_of, db)
     return past.PastLog(history=history, ledger=Ledger(history, entries), entries=entries)
 
 
@@ -219,7 +219,8 @@ def _log_end(state_dir: Path, module: str) -> _LogEnd:
     )
 
 
-def _entries(db: sqlite3.Connection, start: int, stop: int) -> list[bytes]:
+def entries_of(db: sqlite3.Connection, start: int, stop: int) -> list[bytes]:
+    """Return the entries of a range of positions that a log on disk has."""
     query = "SELECT entry FROM entries WHERE position >= ? AND position < ? ORDER BY position"
     return [bytes(row[0]) for row in db.execute(query, (start, stop))]
 

@@ -138,8 +138,13 @@ class DashboardApp(App[None]):
             yield PhasesPane(id="phases")
             yield RoundsPane(id="rounds")
             yield EventsPane(id="events")
+        yield from self.compose_foot()
         yield Prompt(id="prompt")
         yield Footer(show_command_palette=False, compact=True)
+
+    def compose_foot(self) -> ComposeResult:
+        """Add what lies above the keys; nothing here."""
+        yield from ()
 
     def on_mount(self) -> None:
         """Start polling."""

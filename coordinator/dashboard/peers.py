@@ -153,7 +153,7 @@ _COLUMNS: Final[tuple[Column[PeerStatus], ...]] = (
     ),
     Column(
         title="recv", width=5, grow_to=7, priority=7, right=True,
-        draw=lambda p, w: _plain(text.compact_size(p.wire_bytes_received)),
+        draw=lambda p, w: _plain(text.compact_size(p.wire_bytes_received or None)),
     ),
     Column(
         title="link", width=7, priority=9,
@@ -209,7 +209,7 @@ def details(peer: PeerStatus | None, width: int) -> Content:
         *((("valid", text.loss_text(peer.valid_loss)),) if _is_measured(peer) else ()),
         ("counted", counted_rounds(peer)),
         ("sent", text.size(peer.wire_bytes_sent)),
-        ("received", text.size(peer.wire_bytes_received)),
+        ("received", text.size(peer.wire_bytes_received or None)),
         ("reached", reach_text(peer)),
         ("up", _rate(peer.uplink_mbit_s)),
         ("down", _rate(peer.downlink_mbit_s)),

@@ -128,12 +128,9 @@ class ReplayApp(DashboardApp):
     async def _read(self) -> RunStatus:
         return await self._archive.at(self.tape.position)
 
-    def compose(self) -> ComposeResult:
-        """Lay out the dashboard with the bar above its keys."""
-        *above, foot = super().compose()
-        yield from above
+    def compose_foot(self) -> ComposeResult:
+        """Add the bar above the keys."""
         yield ScrubBar(id="scrub")
-        yield foot
 
     def on_mount(self) -> None:
         """Begin to play; the dashboard's own `on_mount` runs as well."""

@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from atoll.peer.cli import Subparsers, new_parser
+from atoll.peer.cli import Subparsers, new_parser, print_json
 from atoll.peer.cli.watching import add_run, feeding, look, looking_back, own_peer, read_run
 
 if TYPE_CHECKING:
@@ -67,6 +67,11 @@ def add_parser(subparsers: Subparsers) -> None:
         help="Name or PeerID of your own peer (default: this machine's, if it has one in the run).",
     )
     parser.add_argument("--plain", action="store_true", help="Print lines instead of a screen.")
+    parser.add_argument(
+        "--json",
+        action="store_true",
+        help="Print a line of JSON for each round, event and change of state instead of a screen.",
+    )
     parser.add_argument("--light", action="store_true", help="Start with the light theme.")
     parser.add_argument(
         "--screenshot", type=Path, metavar="FILE.svg", help="Draw the screen once and exit."
@@ -78,7 +83,7 @@ def run(args: argparse.Namespace) -> int:
     from atoll.coordinator.rpc.client_errors import CoordinatorUnreachable
     from atoll.peer.extras import extra
 
-    lines = args.plain or not (sys.stdin.isatty() and sys.stdout.isatty())
+    lines = args.plain or args.json or not (sys.stdin.isatty() and sys.stdout.isatty())
     picture = None if args.screenshot is None else _expect_svg(args.screenshot)
     if args.replay and lines and picture is None:
         raise ReplayError(
@@ -99,7 +104,7 @@ def run(args: argparse.Namespace) -> int:
     if args.me and status is not None:
         _expect_peer(status, args.me)
     if lines:
-        asyncio.run(_follow(chosen))
+        asyncio.run(_record(chosen) if args.json else _follow(chosen))
         return 0
     return asyncio.run(_show(chosen, args))
 
@@ -198,6 +203,13 @@ async def _follow(chosen: "Invite | Path") -> None:
 
     async with feeding(chosen) as feed:
         await follow(feed, _write)
+
+
+async def _record(chosen: "Invite | Path") -> None:
+    from atoll.coordinator.report.records import follow
+
+    async with feeding(chosen) as feed:
+        await follow(feed, print_json)
 
 
 def _write(line: str) -> None:

@@ -4,7 +4,7 @@ Counting from the first entry takes minutes in a long run. So a mark is kept at 
 rounds, with the sums up to there, and any round is reached from the mark before it. A round is
 counted into a mark once its members' reports are complete, which tell the bytes.
 
-    Tallies        the sums, by PeerID
+    LedgerSums        the sums, by PeerID
     Ledger         counts rounds, and writes the marks
 """
 
@@ -21,10 +21,10 @@ from atoll.coordinator.history import LAST, History
 from atoll.coordinator.run.status import (
     MAX_PEERS_SHOWN,
     POINTS,
-    Contribution,
     Count,
     LossPoint,
     Name,
+    PeerShare,
     RoundSummary,
     StatusError,
     StatusRecord,
@@ -61,7 +61,7 @@ class Tally(StatusRecord):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Tallies(StatusRecord):
+class LedgerSums(StatusRecord):
     """The sums up to a position."""
 
     __pydantic_config__ = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
@@ -75,7 +75,7 @@ class Tallies(StatusRecord):
 
     def after(
         self, rounds: Sequence[RoundSummary], entries: Iterable[Entry], until: int
-    ) -> Tallies:
+    ) -> LedgerSums:
         """Return the sums at `until`, after these rounds and their entries."""
         sums = _Sums(self)
         summaries = {row.position: row for row in rounds}
@@ -89,10 +89,10 @@ class Tallies(StatusRecord):
             sums.add_bytes(row)
         return sums.at(until)
 
-    def contributions(self, module: str) -> list[Contribution]:
+    def contributions(self, module: str) -> list[PeerShare]:
         """Return the sums as a status shows them."""
         return [
-            Contribution(
+            PeerShare(
                 peer_id=peer.peer_id,
                 module=module,
                 tokens=peer.tokens,
@@ -107,7 +107,7 @@ class Tallies(StatusRecord):
 class _Sums:
     """The sums while rounds are added."""
 
-    def __init__(self, start: Tallies) -> None:
+    def __init__(self, start: LedgerSums) -> None:
         self._tokens, self._rounds = start.tokens, start.rounds
         self._peers = {peer.peer_id: peer for peer in start.peers}
 
@@ -120,6 +120,8 @@ class _Sums:
         # A token of a fragment's round counts once, although each fragment takes it.
         told = summary.tokens if summary is not None else offered
         for member in counted:
+            if not member.weight:  # a peer's first window moves nothing
+                continue
             tokens = member.tokens * told // offered if offered else 0
             self._take(member.peer_id, entry.position + 1, tokens=tokens, loss=member.loss)
         self._tokens += told
@@ -139,10 +141,10 @@ class _Sums:
             total = min(before.wire_bytes + wire_bytes, LAST)
             self._peers[peer_id] = replace(before, wire_bytes=total)
 
-    def at(self, position: int) -> Tallies:
+    def at(self, position: int) -> LedgerSums:
         """Return the sums; of very many peers, those whose work counted last."""
         kept = sorted(self._peers.values(), key=lambda peer: -peer.last)[:MAX_PEERS_SHOWN]
-        return Tallies(
+        return LedgerSums(
             position=position,
             tokens=self._tokens,
             rounds=self._rounds,
@@ -185,14 +187,14 @@ class Ledger:
         self._newest = self._last
         self._points = history.points()
 
-    def at(self, position: int) -> Tallies:
+    def at(self, position: int) -> LedgerSums:
         """Return the sums at a position."""
         start = self._last if self._last.position <= position else self._mark(position)
         while start.position < position:  # in steps, as an unmarked history may be long
             start = self._counted(start, min(position, start.position + MARK_EVERY))
         return start
 
-    def newest(self, position: int) -> Tallies:
+    def newest(self, position: int) -> LedgerSums:
         """Return the sums at the newest position, with the bytes that were reported in time."""
         if self._newest.position > position or self._newest.position < self._last.position:
             self._newest = self._last
@@ -228,14 +230,14 @@ class Ledger:
         if self._points and self._points[-1].position > after:
             self._points = [point for point in self._points if point.position <= after]
 
-    def _mark(self, position: int) -> Tallies:
+    def _mark(self, position: int) -> LedgerSums:
         raw = self._history.tallies(position)
         try:
-            return Tallies.from_json(raw) if raw is not None else Tallies()
+            return LedgerSums.from_json(raw) if raw is not None else LedgerSums()
         except StatusError:  # damaged: count from the start
-            return Tallies()
+            return LedgerSums()
 
-    def _counted(self, start: Tallies, until: int) -> Tallies:
+    def _counted(self, start: LedgerSums, until: int) -> LedgerSums:
         rounds = self._rounds(start.position, until)
         return start.after(rounds, self._read(start.position, until), until)
 

@@ -12,15 +12,15 @@ from dataclasses import dataclass, replace
 from itertools import islice
 
 from atoll.coordinator.history import History
-from atoll.coordinator.ledger import Ledger, ReadEntries, Tallies, Tally
+from atoll.coordinator.ledger import Ledger, LedgerSums, ReadEntries, Tally
 from atoll.coordinator.module_status import with_peers, with_valid_losses
 from atoll.coordinator.rounds import interval_s
 from atoll.coordinator.run.status import (
     EVENTS,
     HISTORY,
     MAX_PEERS_SHOWN,
-    Contribution,
     ModuleStatus,
+    PeerShare,
     PeerState,
     PeerStatus,
     RoundSummary,
@@ -107,7 +107,7 @@ def status_at(
     )
 
 
-def contributions(tallies: Mapping[str, Tallies]) -> list[Contribution]:
+def contributions(tallies: Mapping[str, LedgerSums]) -> list[PeerShare]:
     """Return what peers gave to each module, in order, as far as a status holds them."""
     found = (row for name, each in tallies.items() for row in each.contributions(name))
     return list(islice(found, MAX_PEERS_SHOWN))
@@ -148,7 +148,7 @@ def _settings(log: PastLog, position: int) -> RunSettings:
 
 def _peer(
     tally: Tally,
-    given: Contribution,
+    given: PeerShare,
     position: int,
     rounds: Sequence[RoundSummary],
     at_s: float,

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 from atoll.coordinator.history import History
-from atoll.coordinator.ledger import Ledger, Tallies, contributors
+from atoll.coordinator.ledger import Ledger, LedgerSums, contributors
 from atoll.coordinator.run.status import (
     HISTORY,
     NAMED_PEERS,
@@ -75,7 +75,7 @@ class RoundHistory:
         """Return the newest summaries, oldest first."""
         return list(self._newest)
 
-    def contributed(self) -> Tallies:
+    def contributed(self) -> LedgerSums:
         """Return what each peer has contributed until now."""
         return self.ledger.newest(self._newest[-1].position if self._newest else 0)
 

@@ -100,7 +100,7 @@ def tracked(
         on_trouble: hears of a tracker's first failure; called in its thread.
         open_one: opens a tracker of a name; called in its thread.
     """
-    lines = [_Line(told, name, on_trouble, open_one) for told in trackers]
+    lines = [_TrackerThread(told, name, on_trouble, open_one) for told in trackers]
 
     def track(step: int, numbers: Numbers) -> None:
         known = {key: float(value) for key, value in numbers.items() if value is not None}
@@ -116,7 +116,7 @@ def tracked(
             line.join()
 
 
-class _Line:
+class _TrackerThread:
     """A tracker in its thread."""
 
     def __init__(

@@ -18,7 +18,7 @@ from textual.widget import Widget
 from atoll.coordinator.dashboard.app import DashboardApp
 from atoll.coordinator.dashboard.prompt import Prompt
 from atoll.coordinator.dashboard.tape import SCREENS_PER_S, Tape
-from atoll.coordinator.report.archive import Archive
+from atoll.coordinator.report.archive import RunArchive
 from atoll.coordinator.report.feed import FeedError, read
 from atoll.coordinator.run import text
 from atoll.coordinator.run.status import RunStatus
@@ -31,7 +31,7 @@ _BAR_FROM_CELLS: Final = 10
 class ScrubBar(Widget):
     """Where the replay is; a click goes there."""
 
-    class Chosen(Message):
+    class PlaceChosen(Message):
         """A place on the bar was clicked; `part` of the run is before it."""
 
         def __init__(self, part: float) -> None:
@@ -82,7 +82,7 @@ class ScrubBar(Widget):
         """Go to the place that was clicked."""
         first, cells = self._bar
         if cells and first <= event.x < first + cells:
-            self.post_message(self.Chosen((event.x - first) / max(1, cells - 1)))
+            self.post_message(self.PlaceChosen((event.x - first) / max(1, cells - 1)))
 
 
 class ReplayApp(DashboardApp):
@@ -101,7 +101,7 @@ class ReplayApp(DashboardApp):
 
     def __init__(
         self,
-        archive: Archive,
+        archive: RunArchive,
         now: RunStatus,
         *,
         interval_s: float | None = 1 / SCREENS_PER_S,
@@ -184,7 +184,7 @@ class ReplayApp(DashboardApp):
         self._seek()
         self._draw()
 
-    def on_scrub_bar_chosen(self, message: ScrubBar.Chosen) -> None:
+    def on_scrub_bar_place_chosen(self, message: ScrubBar.PlaceChosen) -> None:
         """Go where the bar was clicked."""
         self.tape.go_to(round(message.part * self.tape.total))
         self._moved()

@@ -7,7 +7,7 @@ from typing import Protocol
 from atoll.coordinator.run.status import RunStatus
 
 
-class Archive(Protocol):
+class RunArchive(Protocol):
     """A run that can be looked back at."""
 
     async def now(self) -> RunStatus:

@@ -302,7 +302,7 @@ class RoundSummary(StatusRecord):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Contribution(StatusRecord):
+class PeerShare(StatusRecord):
     """What rounds have taken from a peer since the run began, whenever its process did."""
 
     __pydantic_config__ = _CONFIG
@@ -421,7 +421,7 @@ class RunStatus(StatusRecord):
     peers: Annotated[list[PeerStatus], Field(max_length=MAX_PEERS_SHOWN)] = field(
         default_factory=list
     )
-    contributions: Annotated[list[Contribution], Field(max_length=MAX_PEERS_SHOWN)] = field(
+    contributions: Annotated[list[PeerShare], Field(max_length=MAX_PEERS_SHOWN)] = field(
         default_factory=list
     )
     """Of the peers whose work counted last, those that left included."""

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from atoll.coordinator.dashboard.app import DashboardApp
     from atoll.coordinator.dashboard.replay import ReplayApp
-    from atoll.coordinator.report.archive import Archive
+    from atoll.coordinator.report.archive import RunArchive
     from atoll.coordinator.run.invite import Invite
     from atoll.coordinator.run.status import RunStatus
 
@@ -155,27 +155,25 @@ async def _app(
     from atoll.coordinator.dashboard.app import DashboardApp
 
     async with feeding(chosen) as feed:
-        run_id = ""
-        if is_still or isinstance(chosen, Path):
-            status = await feed()
-            run_id = status.run_id
-        me = _me(chosen, args, run_id)
         if not is_still:
-            yield DashboardApp(feed, light=args.light, me=me)
+            run_id = (await feed()).run_id if isinstance(chosen, Path) else ""
+            yield DashboardApp(feed, light=args.light, me=_me(chosen, args, run_id))
             return
+        status = await feed()
+        if args.me:
+            _expect_peer(status, args.me)
 
         async def same() -> "RunStatus":
             return status
 
-        if args.me:
-            _expect_peer(status, args.me)
+        me = _me(chosen, args, status.run_id)
         yield DashboardApp(same, interval_s=None, light=args.light, me=me)
 
 
 def _replay(
     chosen: "Invite | Path",
     args: argparse.Namespace,
-    archive: "Archive",
+    archive: "RunArchive",
     now: "RunStatus",
     *,
     is_still: bool,

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
     from atoll.coordinator.recorded import PastRun, Recording
-    from atoll.coordinator.report.archive import Archive
+    from atoll.coordinator.report.archive import RunArchive
     from atoll.coordinator.report.feed import Feed
     from atoll.coordinator.rpc.channel import StatusClient
     from atoll.coordinator.run.invite import Invite
@@ -127,7 +127,7 @@ async def feeding(run: "Invite | Path") -> "AsyncIterator[Feed]":
 
 
 @asynccontextmanager
-async def looking_back(run: "Invite | Path") -> "AsyncIterator[Archive]":
+async def looking_back(run: "Invite | Path") -> "AsyncIterator[RunArchive]":
     """Yield a run that can be looked back at.
 
     Raises:
@@ -138,16 +138,16 @@ async def looking_back(run: "Invite | Path") -> "AsyncIterator[Archive]":
 
         recording = await asyncio.to_thread(Recording, run)
         try:
-            yield _Recorded(recording)
+            yield _RecordedRun(recording)
         finally:
             recording.close()
         return
     async with asking(run) as client:
-        yield _Asked(client)
+        yield _AskedRun(client)
 
 
-class _Recorded:
-    """A directory as an `Archive`."""
+class _RecordedRun:
+    """A directory as an `RunArchive`."""
 
     def __init__(self, recording: "Recording") -> None:
         self._recording = recording
@@ -159,8 +159,8 @@ class _Recorded:
         return await asyncio.to_thread(self._recording.at, position)
 
 
-class _Asked:
-    """A coordinator as an `Archive`."""
+class _AskedRun:
+    """A coordinator as an `RunArchive`."""
 
     def __init__(self, client: "StatusClient") -> None:
         self._client = client

@@ -5,7 +5,7 @@ from contextlib import closing
 import pytest
 
 from atoll.coordinator.history import History
-from atoll.coordinator.ledger import MARK_EVERY, Ledger, Tallies
+from atoll.coordinator.ledger import MARK_EVERY, Ledger, LedgerSums
 from atoll.coordinator.run.status import RoundSummary
 from atoll.optim.log.entry import Elector, Entry, Member, Part, Partial
 
@@ -79,6 +79,15 @@ def test_a_member_whose_chunks_did_not_arrive_is_not_counted(history):
     assert given == {"a": 1, "b": 0}
 
 
+def test_the_first_window_of_a_peer_is_neither_counted_nor_missed(history):
+    late = entry(0, ["a", "b"])
+    first = late.members[1].model_copy(update={"weight": 0.0})
+    late = late.model_copy(update={"members": (late.members[0], first)})
+    log = kept(history, [late, entry(1, ["a", "b"])])
+    a, b = Ledger(history, log).at(2).contributions("")
+    assert (a.rounds, b.rounds, b.missed, b.tokens) == (2, 1, 0, 100)
+
+
 def test_marks_give_the_sums_that_counting_gives(history):
     rounds = [entry(i, ["a", "b"] if i % 3 else ["a"]) for i in range(4 * MARK_EVERY)]
     log = kept(history, rounds)
@@ -123,6 +132,6 @@ def test_a_round_without_an_entry_counts_those_that_reported_it(history):
 
 def test_the_bytes_of_a_liar_stay_within_their_range():
     row = RoundSummary(position=1, at=0.0, peer_bytes={"a": 2**63 - 1})
-    sums = Tallies().after([row, RoundSummary(position=2, at=0.0, peer_bytes={"a": 9})], [], 2)
+    sums = LedgerSums().after([row, RoundSummary(position=2, at=0.0, peer_bytes={"a": 9})], [], 2)
     assert sums.peers[0].wire_bytes == 2**63 - 1
     sums.to_json()

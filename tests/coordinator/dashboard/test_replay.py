@@ -11,7 +11,7 @@ from atoll.coordinator.dashboard.panes import LossPane, PeersPane, RunHeader
 from atoll.coordinator.dashboard.replay import ReplayApp, ScrubBar
 from atoll.coordinator.dashboard.tape import Tape
 from atoll.coordinator.report.mine import find_peer, mine
-from atoll.coordinator.run.status import Contribution, LossPoint
+from atoll.coordinator.run.status import LossPoint, PeerShare
 from support.status import START, make_status, peer_id
 
 
@@ -108,7 +108,7 @@ def test_a_jump_to_nowhere_is_refused(told):
 
 def given(status):
     rows = [
-        Contribution(peer_id=p.peer_id, tokens=(i + 1) * 100, rounds=i + 1, missed=4 - i)
+        PeerShare(peer_id=p.peer_id, tokens=(i + 1) * 100, rounds=i + 1, missed=4 - i)
         for i, p in enumerate(status.peers)
     ]
     return replace(status, contributions=rows)

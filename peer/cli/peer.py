@@ -10,6 +10,7 @@ import select
 import sys
 import threading
 import time
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -167,6 +168,11 @@ def add_parser(subparsers: Subparsers) -> None:
         "--json", action="store_true", help="Print events as lines of JSON on stdout."
     )
     parser.add_argument(
+        "--no-view",
+        action="store_true",
+        help="Print lines alone in a terminal too, instead of two that change at its foot.",
+    )
+    parser.add_argument(
         "--metrics-listen",
         type=_address,
         metavar="HOST:PORT",
@@ -234,9 +240,16 @@ def run(args: argparse.Namespace) -> int:
     if is_rank and os.environ["RANK"] != "0":
         args.track = []  # the first one tells of all
     run_id = invite.run_id.hex()[:8]
-    with tracked(
-        args.track, name=f"{args.name or 'peer'}-{run_id}", on_trouble=partial(_warn, shown)
-    ) as track:
+    is_seen = sys.stdout.isatty() and sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
+    with ExitStack() as stack:
+        if is_seen and not (args.json or args.no_view or is_rank):
+            from atoll.peer.cli.small_view import small_view
+
+            shown = stack.enter_context(small_view(run_id, shown))
+        name = f"{args.name or 'peer'}-{run_id}"
+        track = stack.enter_context(
+            tracked(args.track, name=name, on_trouble=partial(_warn, shown))
+        )
 
         def on_event(event: "PeerEvent") -> None:
             shown(event)

@@ -259,7 +259,8 @@ def _rate(mbit_s: float) -> str:
 
 def _last_round(peer: PeerStatus, width: int) -> Content:
     if not peer.phases:
-        return Content.assemble((" no round finished yet", "$dim"))
+        known = "its phases were not recorded" if peer.rounds_counted else "no round finished yet"
+        return Content.assemble((f" {known}", "$dim"))
     names = legend(peer.phases)
     room = width - names.cell_length - 3
     if room >= 8:

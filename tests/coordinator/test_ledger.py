@@ -115,6 +115,8 @@ def test_marks_beyond_a_lost_end_are_forgotten(history):
     assert ledger.newest(40) == ledger.at(40)
     assert ledger.at(40).peers[0].rounds == 40
     assert [point.position for point in ledger.points(1000)] == [32]
+    again = Ledger(history, log)
+    assert (again.newest(40), again.points(1000)) == (ledger.newest(40), ledger.points(1000))
 
 
 def test_damaged_marks_are_counted_again(history):

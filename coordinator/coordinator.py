@@ -15,6 +15,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from atoll.coordinator import past
 from atoll.coordinator.admission_control import AdmissionControl, Refusal, RefusalStatus
 from atoll.coordinator.catching_up import AT_ONCE
 from atoll.coordinator.checkpointing import Checkpointing
@@ -117,6 +118,7 @@ class Coordinator:
         self._bootstrap = bootstrap
         self._clock = clock
         self._steady = steady
+        self._records = history
         self._events = events = EventLog(history, self.now_s)
         self.presence = Presence(history, events, steady())
         self.admission = AdmissionControl(
@@ -425,7 +427,11 @@ class Coordinator:
             valid_loss=next((r.valid_loss for r in reversed(history) if r.valid_loss), None),
             utilisation=mean([s.utilisation for s in trainers]) or 0.0,
             peers=self.presence.shown(now_s),
+            contributions=past.contributions(
+                {name: each.rounds.contributed() for name, each in self.logs.items()}
+            ),
             history=history if listed is log else self._history(listed),
+            earlier=log.rounds.ledger.points(history[0].position) if history else [],
             gaps=[Gap(first=start + 1, last=stop) for start, stop in listed.gaps[-MAX_GAPS:]],
             events=self._events.newest(),
             codec=log.settings.codec or self._codec,
@@ -439,6 +445,16 @@ class Coordinator:
             modules=self._modules(trainers, now_s),
             copies=self.copies() if self.copies is not None else None,
         )
+
+    def status_at(self, now: RunStatus, position: int) -> RunStatus:
+        """Return the status after an earlier round; reads the disk, so call it in a thread.
+
+        Args:
+            now: from `status`.
+            position: the round, of the last module.
+        """
+        logs = {name: log.past for name, log in self.logs.items()}
+        return past.status_at(now, logs, self._records, position)
 
     def _history(self, log: KeptLog) -> list[RoundSummary]:
         """Return the newest rounds of a log."""

@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterable, Sequence
 from enum import Enum
 
 from atoll.coordinator.heads import Heads, PeerHead
+from atoll.coordinator.ledger import contributors
 from atoll.coordinator.policies import (
     MAX_INCARNATION_CHARS,
     KeepersWaiting,
@@ -37,7 +38,6 @@ from atoll.coordinator.policies import (
     not_restarted,
 )
 from atoll.coordinator.presence import MAX_PEERS, KnownPeer
-from atoll.coordinator.rounds import contributors
 from atoll.coordinator.run.levels import Level
 from atoll.coordinator.run.status import PeerStatus
 from atoll.coordinator.signing import EpochSigner

@@ -1,4 +1,4 @@
-"""The coordinator's records for people: rounds, events and peers, in one SQLite file.
+"""The coordinator's records for people: rounds, marks, events and peers, in one SQLite file.
 
 Training needs nothing in this file; it is rebuilt from the log. So a full disk is no failure here:
 what cannot be written is lost at the next restart.
@@ -6,6 +6,8 @@ what cannot be written is lost at the next restart.
 
 from __future__ import annotations
 
+import functools
+import math
 import sqlite3
 import threading
 from collections import Counter, deque
@@ -15,13 +17,22 @@ from pathlib import Path
 from typing import TypeVar
 
 from atoll.coordinator.run.levels import Level
-from atoll.coordinator.run.status import EVENTS, Event, PeerStatus, RoundSummary, StatusError
+from atoll.coordinator.run.status import (
+    EVENTS,
+    HISTORY,
+    Event,
+    LossPoint,
+    PeerStatus,
+    RoundSummary,
+    StatusError,
+)
 
-R = TypeVar("R", RoundSummary, Event, PeerStatus)
+R = TypeVar("R", RoundSummary, Event, PeerStatus, LossPoint)
 
 MAX_EVENTS = 10_000  # on disk; some 2 MB
 READ_BACK = 2048  # events at a start: 256 of them could be one peer's
 LATE_S = 24 * 3600.0  # an event that claims to be older comes from a wrong clock
+LAST = 2**63 - 1  # a position beyond all; SQLite's largest integer
 REPEAT_S = 600.0  # a lasting fault is logged again after this
 
 _SCHEMA = """
@@ -29,6 +40,8 @@ CREATE TABLE IF NOT EXISTS rounds (
     position INTEGER PRIMARY KEY, tokens INTEGER NOT NULL, record BLOB NOT NULL);
 CREATE TABLE IF NOT EXISTS events (id INTEGER PRIMARY KEY AUTOINCREMENT, record BLOB NOT NULL);
 CREATE TABLE IF NOT EXISTS peers (peer_id TEXT PRIMARY KEY, record BLOB NOT NULL) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS marks (position INTEGER PRIMARY KEY, point BLOB NOT NULL,
+    tallies BLOB NOT NULL);
 """
 
 
@@ -60,10 +73,10 @@ class History:
         with self._changing():
             self._db.execute("INSERT OR REPLACE INTO rounds VALUES (?, ?, ?)", row)
 
-    def rounds(self, newest: int) -> list[RoundSummary]:
-        """Return the newest rounds, oldest first."""
-        query = "SELECT record FROM rounds ORDER BY position DESC LIMIT ?"
-        return [r for raw in self._blobs(query, newest) if (r := _read(RoundSummary, raw))]
+    def rounds(self, newest: int, *, until: int = LAST) -> list[RoundSummary]:
+        """Return the newest rounds up to the one that led to `until`, oldest first."""
+        query = "SELECT record FROM rounds WHERE position <= ? ORDER BY position DESC LIMIT ?"
+        return [r for raw in self._blobs(query, until, newest) if (r := _read_round(raw))]
 
     def round(self, position: int) -> RoundSummary | None:
         """Return the round that led to a position."""
@@ -76,6 +89,7 @@ class History:
         """Delete rounds beyond a position, which the log does not have."""
         with self._changing():
             self._db.execute("DELETE FROM rounds WHERE position > ?", (after,))
+            self._db.execute("DELETE FROM marks WHERE position > ?", (after,))
 
     def last_round(self) -> int:
         """Return the position of the newest round, 0 if there is none."""
@@ -96,10 +110,29 @@ class History:
             oldest = (cursor.lastrowid or 0) - MAX_EVENTS
             self._db.execute("DELETE FROM events WHERE id <= ?", (oldest,))
 
-    def events(self, newest: int) -> list[Event]:
-        """Return the newest events, oldest first."""
-        query = "SELECT record FROM events ORDER BY id DESC LIMIT ?"
-        return [e for raw in self._blobs(query, newest) if (e := _read(Event, raw))]
+    def events(self, newest: int, *, until_s: float = math.inf) -> list[Event]:
+        """Return the newest events up to a time, oldest first as they were noted."""
+        query = (
+            "SELECT record FROM events WHERE json_extract(record, '$.at') <= ? "
+            "ORDER BY id DESC LIMIT ?"
+        )
+        return [e for raw in self._blobs(query, until_s, newest) if (e := _read(Event, raw))]
+
+    def put_mark(self, point: LossPoint, tallies: bytes) -> None:
+        """Save a mark: what peers had done up to a round, and its place on the curve."""
+        row = (point.position, point.to_json(), tallies)
+        with self._changing():
+            self._db.execute("INSERT OR REPLACE INTO marks VALUES (?, ?, ?)", row)
+
+    def points(self) -> list[LossPoint]:
+        """Return the points of all marks, oldest first."""
+        query = "SELECT point FROM marks ORDER BY position DESC LIMIT ?"
+        return [p for raw in self._blobs(query, LAST) if (p := _read(LossPoint, raw))]
+
+    def tallies(self, until: int) -> bytes | None:
+        """Return what the last mark up to a position says of peers; None without one."""
+        query = "SELECT tallies FROM marks WHERE position <= ? ORDER BY position DESC LIMIT ?"
+        return next(iter(self._blobs(query, until, 1)), None)
 
     def put_peers(self, peers: Iterable[PeerStatus]) -> None:
         """Save the last status of these peers, and of no others."""
@@ -124,9 +157,9 @@ class History:
         with suppress(sqlite3.OperationalError), self._lock, self._db:
             yield
 
-    def _blobs(self, query: str, limit: int) -> list[bytes]:
+    def _blobs(self, query: str, *values: float) -> list[bytes]:
         with self._lock:
-            rows = self._db.execute(query, (limit,)).fetchall()
+            rows = self._db.execute(query, values).fetchall()
         return [bytes(row[0]) for row in reversed(rows)]
 
 
@@ -208,3 +241,9 @@ def _read(kind: type[R], raw: bytes) -> R | None:
         return kind.from_json(raw)
     except StatusError:  # of an older version; only people read it, so it is skipped
         return None
+
+
+@functools.lru_cache(maxsize=2 * HISTORY)
+def _read_round(raw: bytes) -> RoundSummary | None:
+    """Parse a round; a replay asks for nearly the same ones each time."""
+    return _read(RoundSummary, raw)

@@ -17,6 +17,8 @@ from atoll.coordinator.epochs import Epochs
 from atoll.coordinator.gossip import FetchModel, KeptModels, ReportedRounds
 from atoll.coordinator.heads import AskHead, Heads
 from atoll.coordinator.history import EventLog, History
+from atoll.coordinator.ledger import contributors
+from atoll.coordinator.past import PastLog
 from atoll.coordinator.policies import (
     PublisherChoice,
     common_position,
@@ -24,7 +26,7 @@ from atoll.coordinator.policies import (
     window_s,
 )
 from atoll.coordinator.presence import KnownPeer, Presence, mean
-from atoll.coordinator.rounds import RoundHistory, contributors
+from atoll.coordinator.rounds import RoundHistory
 from atoll.coordinator.run.levels import Level
 from atoll.coordinator.run.spec import RunSpec
 from atoll.coordinator.run.status import PeerStatus, RunState
@@ -111,6 +113,7 @@ class KeptLog:
         if damage:
             self._report("error", str(damage))
         self.rounds = self._open_rounds(history)
+        self._history = history
         self._publisher = PublisherChoice()
         self._catching_up: CatchUp | None = None
         self._models: KeptModels | None = None
@@ -123,6 +126,12 @@ class KeptLog:
         started = replica.store.note("started")
         self.started_s = float(started) if started else None
         """Seconds since 1970 when the first epoch opened."""
+
+    @property
+    def past(self) -> PastLog:
+        """The records from which an earlier status is made."""
+        ledger = self.rounds.ledger
+        return PastLog(history=self._history, ledger=ledger, entries=ledger.entries)
 
     @property
     def min_peers(self) -> int:

@@ -10,11 +10,14 @@ import json
 import math
 import sqlite3
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
+from atoll.coordinator import past
 from atoll.coordinator.history import History
+from atoll.coordinator.ledger import Ledger
 from atoll.coordinator.module_status import with_valid_losses
 from atoll.coordinator.run.keys import KEYS_FILE
 from atoll.coordinator.run.spec import RunSpec
@@ -46,6 +49,39 @@ class PastRun:
     status: RunStatus
     rounds: list[RoundSummary]
     """All of them, oldest first; those of the last stage of a pipeline."""
+
+
+class Recording:
+    """A directory that is read again and again, as for a replay; close it at the end."""
+
+    def __init__(self, state_dir: Path) -> None:
+        """Open the records. Raises NoRecord."""
+        self._state_dir = state_dir
+        self.now = read(state_dir, newest=HISTORY).status
+        spec = RunSpec.from_json((state_dir / "spec.json").read_bytes())
+        self._stack = ExitStack()
+        self._events = self._stack.enter_context(closing(_history(state_dir, WHOLE)))
+        self._logs = {name: _past_log(self._stack, state_dir, name) for name in spec.modules}
+
+    def at(self, position: int) -> RunStatus:
+        """Return the status after a round of the last module."""
+        return past.status_at(self.now, self._logs, self._events, position)
+
+    def refresh(self) -> RunStatus:
+        """Return the newest status: of a run that goes on there may be another."""
+        self.now = read(self._state_dir, newest=HISTORY).status
+        return self.now
+
+    def close(self) -> None:
+        """Close the files."""
+        self._stack.close()
+
+
+def _past_log(stack: ExitStack, state_dir: Path, name: str) -> past.PastLog:
+    history = stack.enter_context(closing(_history(state_dir, name)))
+    db = stack.enter_context(_database(state_dir / log_folder(name) / LOG_FILE))
+    entries = partial(entries_of, db)
+    return past.PastLog(history=history, ledger=Ledger(history, entries), entries=entries)
 
 
 def read(state_dir: Path, *, module: str = "", newest: int = MAX_ROUNDS) -> PastRun:
@@ -82,6 +118,13 @@ def _read(state_dir: Path, spec: RunSpec, module: str, newest: int) -> PastRun:
         peers, events = history.peers(), history.events(EVENTS)
     with closing(_history(state_dir, spec.modules[-1])) as history:
         tokens = history.tokens_total()
+    shown = rounds[-HISTORY:]
+    with ExitStack() as stack:
+        logs = {name: _past_log(stack, state_dir, name) for name in spec.modules}
+        earlier = logs[spec.modules[-1]].ledger.points(shown[0].position) if shown else []
+        given = past.contributions(
+            {name: log.ledger.at(log.history.last_round()) for name, log in logs.items()}
+        )
     if not spec.method().logged and rounds:  # peers of a gossip run report them; no log decides
         heads = {name: replace(head, position=rounds[-1].position) for name, head in heads.items()}
     last = heads[spec.modules[-1]]
@@ -102,7 +145,9 @@ def _read(state_dir: Path, spec: RunSpec, module: str, newest: int) -> PastRun:
         loss=next((r.loss for r in reversed(rounds) if r.loss is not None), None),
         valid_loss=next((r.valid_loss for r in reversed(rounds) if r.valid_loss), None),
         peers=[replace(peer, state="gone") for peer in peers],
-        history=rounds[-HISTORY:],
+        contributions=given,
+        history=shown,
+        earlier=earlier,
         events=events,
         codec=spec.method().codec.spec,
         method=spec.outer.method,
@@ -174,7 +219,14 @@ def _log_end(state_dir: Path, module: str) -> _LogEnd:
     )
 
 
+def entries_of(db: sqlite3.Connection, start: int, stop: int) -> list[bytes]:
+    """Return the entries of a range of positions that a log on disk has."""
+    query = "SELECT entry FROM entries WHERE position >= ? AND position < ? ORDER BY position"
+    return [bytes(row[0]) for row in db.execute(query, (start, stop))]
+
+
 @contextmanager
 def _database(path: Path) -> Iterator[sqlite3.Connection]:
-    with closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)) as db:
+    uri = f"{path.absolute().as_uri()}?mode=ro"
+    with closing(sqlite3.connect(uri, uri=True, check_same_thread=False)) as db:
         yield db

@@ -7,11 +7,13 @@ import math
 import statistics
 import sys
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from atoll.coordinator.history import History
+from atoll.coordinator.ledger import Ledger, LedgerSums, contributors
 from atoll.coordinator.run.status import (
     HISTORY,
     NAMED_PEERS,
@@ -19,7 +21,7 @@ from atoll.coordinator.run.status import (
     RoundSummary,
     seconds_between,
 )
-from atoll.optim.log.entry import Entry, Member
+from atoll.optim.log.entry import Entry
 from atoll.optim.log.store import LogStore
 
 KEPT_OPEN = 64  # newest rounds that still accept reports
@@ -63,6 +65,7 @@ class RoundHistory:
         if store is not None and not keeps_later:
             history.forget_rounds(store.head.position)
         self.tokens_total = history.tokens_total()
+        self.ledger = Ledger(history, partial(_entries, store))
         self._newest: deque[RoundSummary] = deque(history.rounds(HISTORY), maxlen=HISTORY)
         for record in _records(store, history.last_round()) if store is not None else ():
             entry = Entry.decode(record)
@@ -72,11 +75,13 @@ class RoundHistory:
         """Return the newest summaries, oldest first."""
         return list(self._newest)
 
+    def contributed(self) -> LedgerSums:
+        """Return what each peer has contributed until now."""
+        return self.ledger.newest(self._newest[-1].position if self._newest else 0)
+
     def interval_s(self) -> float:
         """Return the median seconds between the last few rounds, 0 if there were none."""
-        pairs = itertools.pairwise(list(self._newest)[-_RECENT:])
-        found = [s for a, b in pairs if (s := seconds_between(a, b)) is not None]
-        return statistics.median(found or [0.0])
+        return interval_s(list(self._newest))
 
     def add(
         self,
@@ -97,6 +102,7 @@ class RoundHistory:
             return
         if known is not None:
             self._history.forget_rounds(entry.position)
+            self.ledger.forget(entry.position)
             self.tokens_total = self._history.tokens_total()
             self._newest = deque(self._history.rounds(HISTORY), maxlen=HISTORY)
         counted = contributors(entry)
@@ -157,15 +163,14 @@ class RoundHistory:
     def _close_old(self, position: int) -> None:
         for old in [p for p in self._open if p < position - KEPT_OPEN]:
             del self._open[old]
+        self.ledger.mark(position - KEPT_OPEN)
 
 
-def contributors(entry: Entry) -> list[Member]:
-    """Return the members with at least one chunk of their contribution in the entry.
-
-    The others offer the same tokens again, so nothing of theirs counts now.
-    """
-    empty = Counter(p.member for part in entry.parts for p in part.partial if not p.cells)
-    return [m for i, m in enumerate(entry.members) if empty[i] < len(entry.parts)]
+def interval_s(rounds: Sequence[RoundSummary]) -> float:
+    """Return the median seconds between the last few rounds, 0 if there were none."""
+    pairs = itertools.pairwise(rounds[-_RECENT:])
+    found = [s for a, b in pairs if (s := seconds_between(a, b)) is not None]
+    return statistics.median(found or [0.0])
 
 
 def with_traces(summary: RoundSummary, traces: Mapping[str, RoundReport]) -> RoundSummary:
@@ -201,6 +206,12 @@ def _mean_phases(seconds: Sequence[Mapping[str, float]]) -> dict[str, float]:
     # Names are the peers' own; a summary holds 32.
     names = list(dict.fromkeys(name for each in seconds for name in each))[:32]
     return {name: sum(s.get(name, 0.0) for s in seconds) / len(seconds) for name in names}
+
+
+def _entries(store: LogStore | None, start: int, stop: int) -> list[bytes]:
+    if store is None:
+        return []
+    return [record.entry for record in store.headers(start, stop - start)]
 
 
 def _records(store: LogStore, start: int) -> Iterable[bytes]:

@@ -14,10 +14,12 @@ PACKAGE_OF = {
     "matplotlib": "matplotlib",
     "peft": "peft",
     "pyarrow": "pyarrow",
+    "tensorboard": "tensorboard",
     "textual": "textual",
     "tokenizers": "tokenizers",
     "torchao": "torchao",
     "transformers": "transformers",
+    "wandb": "wandb",
 }
 
 

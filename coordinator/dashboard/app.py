@@ -26,6 +26,7 @@ from textual.pilot import Pilot
 from textual.widgets import Footer
 
 from atoll.coordinator.dashboard.help import Help
+from atoll.coordinator.dashboard.losses import AXES
 from atoll.coordinator.dashboard.panes import (
     Drawn,
     EventsPane,
@@ -37,8 +38,10 @@ from atoll.coordinator.dashboard.panes import (
     RunHeader,
     StagesPane,
 )
+from atoll.coordinator.dashboard.prompt import Prompt
 from atoll.coordinator.dashboard.themes import DARK, LIGHT
 from atoll.coordinator.report.feed import INTERVAL_S, Feed, FeedError, read, retry_s
+from atoll.coordinator.report.mine import find_peer
 from atoll.coordinator.report.view import View
 from atoll.coordinator.run.status import RunStatus
 
@@ -69,6 +72,11 @@ class DashboardApp(App[None]):
         Binding("shift+tab", "next_pane(-1)", show=False, priority=True),
         Binding("l", "toggle_log", "Log"),
         Binding("s", "toggle_smooth", "Smooth"),
+        Binding("x", "next_axis", "Axis"),
+        Binding("o", "next_order", "Order"),
+        Binding("O,R", "reverse_order", show=False),
+        Binding("slash", "filter", "Filter"),
+        Binding("m", "my_peer", show=False),
         Binding("p", "toggle_pause", "Pause"),
         Binding("z", "zoom", "Zoom"),
         Binding("t", "toggle_theme", "Theme"),
@@ -88,6 +96,7 @@ class DashboardApp(App[None]):
         linger_s: float | None = None,
         interval_s: float | None = INTERVAL_S,
         light: bool = False,
+        me: str = "",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Draw the status that `feed` returns.
@@ -100,6 +109,7 @@ class DashboardApp(App[None]):
                 never.
             interval_s: seconds between two readings; None: only when `poll` is called.
             light: start with the light theme.
+            me: PeerID of the viewer's own peer, or what names it (`find_peer`).
             clock: the local monotonic clock, in seconds.
         """
         super().__init__()
@@ -107,6 +117,7 @@ class DashboardApp(App[None]):
         self.register_theme(LIGHT)
         self.theme = LIGHT.name if light else DARK.name
         self.view = View(title=title)
+        self._me = me
         self._feed = feed
         self._on_quit = on_quit
         self._linger_s = linger_s
@@ -127,7 +138,13 @@ class DashboardApp(App[None]):
             yield PhasesPane(id="phases")
             yield RoundsPane(id="rounds")
             yield EventsPane(id="events")
+        yield from self.compose_foot()
+        yield Prompt(id="prompt")
         yield Footer(show_command_palette=False, compact=True)
+
+    def compose_foot(self) -> ComposeResult:
+        """Add what lies above the keys; nothing here."""
+        yield from ()
 
     def on_mount(self) -> None:
         """Start polling."""
@@ -158,7 +175,8 @@ class DashboardApp(App[None]):
         elif self._linger_s is not None and self._closes_at is None:
             self._closes_at = self._received_at + self._linger_s
         kept = self.view.status if self.view.paused else status
-        self._show(replace(self.view, status=kept, failure="", num_attempts=0))
+        me = find_peer(status, self._me) if self._me else ""
+        self._show(replace(self.view, status=kept, me=me, failure="", num_attempts=0))
 
     def tick(self) -> None:
         """Update the ages on the screen, and close a finished run that has lingered."""
@@ -203,6 +221,43 @@ class DashboardApp(App[None]):
         """Switch between the raw and the smoothed curve."""
         self._show(replace(self.view, smooth=not self.view.smooth))
 
+    def action_next_axis(self) -> None:
+        """Draw the loss over rounds, time or tokens."""
+        index = (AXES.index(self.view.axis) + 1) % len(AXES)
+        self._show(replace(self.view, axis=AXES[index]))
+
+    def action_next_order(self) -> None:
+        """Sort the peers by the next of their numbers."""
+        pane = self.query_one(PeersPane)
+        pane.rearrange(pane.arrangement.next_order())
+
+    def action_reverse_order(self) -> None:
+        """Turn the order of the peers round."""
+        pane = self.query_one(PeersPane)
+        pane.rearrange(replace(pane.arrangement, is_reversed=not pane.arrangement.is_reversed))
+
+    def action_filter(self) -> None:
+        """Ask which peers to show."""
+        wanted = self.query_one(PeersPane).arrangement.wanted
+        self.query_one(Prompt).ask("filter", "show the peers with this text", wanted)
+
+    def action_my_peer(self) -> None:
+        """Choose the viewer's own peer in the table."""
+        self.action_pane("peers")
+        self.query_one(PeersPane).choose(self.view.me)
+
+    def on_prompt_told(self, message: Prompt.Told) -> None:
+        """Take what was typed; give the keys back when it is complete."""
+        self.answered(message.question, message.text, is_complete=message.is_complete)
+        if message.is_complete:
+            self.query_one(PeersPane).focus()
+
+    def answered(self, question: str, answer: str, *, is_complete: bool) -> None:
+        """Take an answer."""
+        if question == "filter":
+            pane = self.query_one(PeersPane)
+            pane.rearrange(replace(pane.arrangement, wanted=answer.strip()))
+
     def action_toggle_pause(self) -> None:
         """Freeze the screen, or catch up with the run."""
         status = self._held if self.view.paused else self.view.status
@@ -214,7 +269,7 @@ class DashboardApp(App[None]):
 
     def action_help(self) -> None:
         """Open the help screen."""
-        self.push_screen(Help())
+        self.push_screen(Help(is_replay=bool(self.view.replay)))
 
     def action_zoom(self) -> None:
         """Give the focused pane the whole screen, or undo it."""
@@ -236,7 +291,7 @@ class DashboardApp(App[None]):
 
     def action_next_pane(self, step: int) -> None:
         """Focus the next or previous pane, hidden ones included."""
-        if isinstance(self.screen, Help):
+        if isinstance(self.screen, Help) or self.query_one(Prompt).has_focus:
             return
         order = self._order
         here = self.focused.id if self.focused is not None else None
@@ -277,6 +332,15 @@ async def save_screenshot(
         return status
 
     app = DashboardApp(first, interval_s=None, light=light)
+    await save_screen(app, path, width=width, height=height)
+
+
+async def save_screen(app: DashboardApp, path: Path, *, width: int = 120, height: int = 40) -> None:
+    """Write the screen of an app as an SVG after its first status; it must not poll by itself.
+
+    Raises:
+        OSError: `path` cannot be written.
+    """
 
     async def draw(pilot: Pilot[object]) -> None:
         await app.poll()

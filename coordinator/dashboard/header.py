@@ -9,12 +9,14 @@ from textual.content import Content
 from atoll.coordinator.dashboard.events import alert
 from atoll.coordinator.dashboard.marks import bar, spark
 from atoll.coordinator.dashboard.peers import utilisation_style
+from atoll.coordinator.report.mine import mine_facts
 from atoll.coordinator.report.view import (
     View,
     binding,
     copies_text,
     elapsed_seconds,
     eta_seconds,
+    names,
     num_online,
     num_present,
     orders_text,
@@ -46,9 +48,22 @@ def header(view: View, width: int) -> Content:
         lines.append(Content.assemble((f" {view.failure}", "$bad")).truncate(width, ellipsis=True))
     if status is not None:
         lines += [_progress(status, width), *_fact_lines(status, width)]
+        if view.me:
+            lines.append(_mine(status, view.me, width))
         if news := alert(status, width):
             lines.append(news)
     return Content("\n").join(lines)
+
+
+def _mine(status: RunStatus, me: str, width: int) -> Content:
+    """The viewer's own peer, in one line."""
+    line = Content("")
+    for name, value in mine_facts(status, me, names(status)):
+        piece = Content.assemble((f" {name} ", "$dim"), (f"{value} ", "bold $accent"))
+        if line.cell_length + piece.cell_length > width:
+            break
+        line += piece
+    return line
 
 
 def num_lines(view: View, width: int) -> int:
@@ -63,6 +78,8 @@ def link(view: View) -> Content:
         return Content.assemble((f"closes in {left} · any key keeps it open", "$primary"))
     if view.failure:
         return _lost(view)
+    if view.replay:
+        return Content.assemble((view.replay, "bold $primary"))
     if view.paused:
         return Content.assemble(("‖ paused", "bold $warn"))
     if view.status is None:

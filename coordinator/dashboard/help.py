@@ -16,17 +16,25 @@ _KEYS: Final = (
     ("tab, 1-5", "pane: peers, loss, phases, rounds, events"),
     ("0, ← →", "pane: stages of a pipeline; scroll them"),
     ("↑ ↓ pgup pgdn", "choose a peer or round; scroll the events"),
-    ("l", "linear or logarithmic loss"),
-    ("s", "smoothed or raw loss"),
+    ("l, s, x", "loss: log scale; smoothed; by rounds, time or tokens"),
+    ("o, O", "order of the peers; turn it round"),
+    ("/, m", "show peers with a text; choose my peer"),
     ("p", "freeze the screen; the run continues"),
     ("z", "zoom the focused pane; esc returns"),
     ("t", "dark or light theme"),
     ("q", "quit"),
 )
+_REPLAY_KEYS: Final = (
+    ("space", "play or pause"),
+    (", . < >", "one round back or on; ten rounds"),
+    ("- +", "slower or faster"),
+    (":", "go to a round: 120, 40%, +10; or click on the bar"),
+)
 _WORDS: Final = (
     ("util", "share of the time spent training"),
     ("window", "inner steps done in the current window"),
     ("up, down", "share of the link's measured speed in use"),
+    ("link", "how others reach it: direct, upnp, hole or relayed"),
     ("bytes", "counted on the wire, in both directions"),
     ("seen", "time since the peer's last report"),
     ("binds", "the other stages wait for this one"),
@@ -34,9 +42,10 @@ _WORDS: Final = (
 _WORD_CELLS: Final = 15
 
 
-def help_text() -> Content:
+def help_text(*, is_replay: bool = False) -> Content:
     """Return the whole help text."""
-    lines = [_entry(key, meaning, "bold $primary") for key, meaning in _KEYS]
+    keys = [*_KEYS, *(_REPLAY_KEYS if is_replay else ())]
+    lines = [_entry(key, meaning, "bold $primary") for key, meaning in keys]
     lines += [Content(""), *(_entry(*word, "$text-plain") for word in _WORDS)]
     first = Content.assemble((f"{'phases':<{_WORD_CELLS}}", "$text-plain"))
     lines += [
@@ -57,8 +66,13 @@ class Help(ModalScreen[None]):
         Binding("escape,question_mark,q,enter,space", "dismiss", "Close")
     ]
 
+    def __init__(self, *, is_replay: bool = False) -> None:
+        """Tell the keys of a replay too if it is one."""
+        super().__init__()
+        self._is_replay = is_replay
+
     def compose(self) -> ComposeResult:
         """Lay out one box."""
-        box = Static(help_text())
+        box = Static(help_text(is_replay=self._is_replay))
         box.border_title = "help"
         yield box

@@ -14,11 +14,14 @@ from textual.message import Message
 from textual.widget import Widget
 
 from atoll.coordinator.dashboard import peers, rounds, stages
+from atoll.coordinator.dashboard.arranging import Arrangement
 from atoll.coordinator.dashboard.chart import Series, plot, smoothed
 from atoll.coordinator.dashboard.events import log_lines
 from atoll.coordinator.dashboard.grid import GridState, RowT
 from atoll.coordinator.dashboard.grid import render as render_grid
 from atoll.coordinator.dashboard.header import header, num_lines
+from atoll.coordinator.dashboard.losses import LossCurve, loss_curve
+from atoll.coordinator.report.mine import tokens_of
 from atoll.coordinator.report.view import View, label, names, num_present, sorted_peers
 from atoll.coordinator.run import text
 from atoll.coordinator.run.status import PeerStatus, RoundSummary
@@ -251,13 +254,36 @@ class PeersPane(GridPane[PeerStatus]):
 
     heading = "peers"
 
+    arrangement = Arrangement()
+
+    def rearrange(self, arrangement: Arrangement) -> None:
+        """Show other rows, or these in another order."""
+        self.arrangement = arrangement
+        self.changed()
+        self.refresh()
+
+    def choose(self, peer_id: str) -> None:
+        """Put the cursor on a peer if it is shown."""
+        keys = [row.peer_id for row in self.rows()]
+        if peer_id in keys:
+            self.action_move(keys.index(peer_id) - self.state.cursor)
+
     def facts(self, view: View) -> object:
-        """Return what peers report, and whether they serve stages."""
-        return view.status and (view.status.peers, bool(view.status.modules))
+        """Return what peers report and gave, whose they are, and whether they serve stages."""
+        status = view.status
+        given = status and (status.peers, status.contributions, bool(status.modules))
+        return given, view.me
 
     def rows(self) -> Sequence[PeerStatus]:
-        """Return the peers, sorted by name."""
-        return sorted_peers(self.view.status) if self.view.status else []
+        """Return the peers in the chosen order."""
+        if self._rows is None:
+            status = self.view.status
+            found = sorted_peers(status) if status else []
+            self._rows = self.arrangement.rows(found, tokens_of(status) if status else {})
+        return self._rows
+
+    _rows: Sequence[PeerStatus] | None = None
+    """Sorted once for a view: a redraw asks several times, and there may be thousands."""
 
     def key(self, row: PeerStatus) -> object:
         """Return the peer's identity."""
@@ -267,10 +293,13 @@ class PeersPane(GridPane[PeerStatus]):
 
     def changed(self) -> None:
         """Resize the pane to the number of peers."""
+        self._rows = None
         super().changed()
         status = self.view.status
         if status is not None:
-            self.border_subtitle = f"{num_present(status)} of {len(status.peers)} online"
+            online = f"{num_present(status)} of {len(status.peers)} online"
+            chosen = str(self.arrangement)
+            self.border_subtitle = escape(f"{chosen} · {online}" if chosen else online)
         self.refresh(layout=True)
 
     def get_content_height(self, container: Size, viewport: Size, width: int) -> int:
@@ -280,9 +309,13 @@ class PeersPane(GridPane[PeerStatus]):
     def render(self) -> Content:
         """Draw the table and the details."""
         width = self.size.width
-        is_staged = bool(self.view.status and self.view.status.modules)
+        status = self.view.status
         grid = render_grid(
-            peers.STAGED_COLUMNS if is_staged else peers.COLUMNS,
+            peers.columns(
+                is_staged=bool(status and status.modules),
+                me=self.view.me,
+                tokens=tokens_of(status) if status else {},
+            ),
             self.rows(),
             width,
             self.grid_height,
@@ -338,36 +371,41 @@ class RoundsPane(GridPane[RoundSummary]):
 
 
 class LossPane(Pane):
-    """The loss over the rounds."""
+    """The loss over rounds, time or tokens."""
 
     heading = "loss"
 
     def facts(self, view: View) -> object:
         """Return the history and the settings of the curve."""
         status = view.status
-        return status and status.history, view.log_scale, view.smooth
+        curve = status and (status.history, status.earlier)
+        return curve, view.axis, view.log_scale, view.smooth
 
     def changed(self) -> None:
-        """Name the scale in the frame."""
+        """Read the curve, and name the scales in the frame."""
         view = self.view
+        self._curve = loss_curve(view.status, view.axis) if view.status is not None else None
         words = ["log" if view.log_scale else "linear", "smoothed" if view.smooth else "raw"]
-        if view.status is not None and rounds.valid_losses(view.status.history):
-            words.insert(0, "[$warn]• validation[/]")
+        if self._curve is not None:
+            words.insert(0, f"by {self._curve.unit}")
+            if self._curve.held_out:
+                words.insert(0, "[$warn]• validation[/]")
         self.border_subtitle = " · ".join(words)
+
+    _curve: LossCurve | None = None
 
     def render(self) -> Content:
         """Draw the curve, raw and smoothed."""
-        status = self.view.status
-        points = rounds.losses(status.history) if status else []
-        if status is None or len(points) < 2:
+        curve = self._curve
+        points = curve.training if curve is not None else []
+        if curve is None or len(points) < 2:
             return Content.assemble((" the curve starts with the second round", "$dim"))
         curves = []
         if self.view.smooth and len(points) > MIN_SMOOTHED:
             curves.append(Series(points=points, style="$raw-curve"))
             points = smoothed(points)
         curves.append(Series(points=points, style="$primary"))
-        measured = rounds.valid_losses(status.history)
-        curves.append(Series(points=measured, style="$warn", dots=True))
+        curves.append(Series(points=curve.held_out, style="$warn", dots=True))
         width, height = self.size
         return plot(curves, width, height, log=self.view.log_scale)
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Final
 
 from textual.content import Content
@@ -37,6 +40,7 @@ _STATE_STYLES: Final = {
     "left": "$dim",
     "gone": "$bad",
 }
+_LINK_STYLES: Final = {"relayed": "$warn", "hole": "$accent"}
 STALE_S: Final = 10.0  # several heartbeats missed; the coordinator now counts the peer as gone
 NUM_DETAIL_LINES: Final = 2
 _ID_FROM_CELLS: Final = 22  # a column this wide shows the identity in every row
@@ -47,8 +51,8 @@ def dot_style(peer: PeerStatus) -> str:
     return _STATE_STYLES.get(peer.state, "$text-plain")
 
 
-def _name(peer: PeerStatus, width: int) -> Content:
-    mark = "○" if is_gone(peer) else "●"
+def _name(peer: PeerStatus, width: int, *, me: str = "") -> Content:
+    mark = "◆" if peer.peer_id == me else "○" if is_gone(peer) else "●"
     name, short = label(peer), text.short_id(peer.peer_id)
     styled = Content.assemble((f"{mark} ", dot_style(peer)), (name, "bold $text-plain"))
     if width >= _ID_FROM_CELLS and styled.cell_length + 1 + len(short) <= width:
@@ -125,7 +129,7 @@ def _plain(value: str) -> Content:
     return Content.assemble((value, "$text-plain"))
 
 
-COLUMNS: Final[tuple[Column[PeerStatus], ...]] = (
+_COLUMNS: Final[tuple[Column[PeerStatus], ...]] = (
     Column(title="  peer", width=12, grow_to=26, priority=0, draw=_name),
     Column(title="state", width=10, grow_to=21, priority=1, draw=_state),
     Column(
@@ -149,7 +153,11 @@ COLUMNS: Final[tuple[Column[PeerStatus], ...]] = (
     ),
     Column(
         title="recv", width=5, grow_to=7, priority=7, right=True,
-        draw=lambda p, w: _plain(text.compact_size(p.wire_bytes_received)),
+        draw=lambda p, w: _plain(text.compact_size(p.wire_bytes_received or None)),
+    ),
+    Column(
+        title="link", width=7, priority=9,
+        draw=lambda p, w: Content.assemble((p.reach or ABSENT, _LINK_STYLES.get(p.reach, "$dim"))),
     ),
     Column(title="up", width=4, grow_to=26, priority=3, draw=_uplink),
     Column(title="down", width=4, grow_to=26, priority=5, draw=_downlink),
@@ -158,14 +166,31 @@ COLUMNS: Final[tuple[Column[PeerStatus], ...]] = (
 )  # fmt: skip
 
 
-STAGED_COLUMNS: Final[tuple[Column[PeerStatus], ...]] = (
-    COLUMNS[0],
-    Column(
-        title="stage", width=8, priority=1, draw=lambda p, w: _plain(text.clean(p.module) or ABSENT)
-    ),
-    *COLUMNS[1:],
+_STAGE: Final = Column[PeerStatus](
+    title="stage", width=8, priority=1, draw=lambda p, w: _plain(text.clean(p.module) or ABSENT)
 )
-"""The table of a pipeline's peers has these columns."""
+
+
+def columns(
+    *, is_staged: bool = False, me: str = "", tokens: Mapping[str, int] | None = None
+) -> Sequence[Column[PeerStatus]]:
+    """Return the columns of the table.
+
+    Args:
+        is_staged: for a pipeline.
+        me: PeerID of the peer to mark.
+        tokens: that rounds took, by PeerID.
+    """
+    counted = tokens or {}
+    name, *others = _COLUMNS
+    taken = Column[PeerStatus](
+        title="tokens", width=6, priority=5, right=True,
+        draw=lambda p, w: _plain(text.count(counted.get(p.peer_id))),
+    )  # fmt: skip
+    index = next(i for i, column in enumerate(others) if column.title == "tok/s") + 1
+    others.insert(index, taken)
+    stage = [_STAGE] if is_staged else []
+    return [replace(name, draw=partial(_name, me=me)), *stage, *others]
 
 
 def row_style(peer: PeerStatus) -> str:
@@ -184,7 +209,7 @@ def details(peer: PeerStatus | None, width: int) -> Content:
         *((("valid", text.loss_text(peer.valid_loss)),) if _is_measured(peer) else ()),
         ("counted", counted_rounds(peer)),
         ("sent", text.size(peer.wire_bytes_sent)),
-        ("received", text.size(peer.wire_bytes_received)),
+        ("received", text.size(peer.wire_bytes_received or None)),
         ("reached", reach_text(peer)),
         ("up", _rate(peer.uplink_mbit_s)),
         ("down", _rate(peer.downlink_mbit_s)),
@@ -234,7 +259,8 @@ def _rate(mbit_s: float) -> str:
 
 def _last_round(peer: PeerStatus, width: int) -> Content:
     if not peer.phases:
-        return Content.assemble((" no round finished yet", "$dim"))
+        known = "its phases were not recorded" if peer.rounds_counted else "no round finished yet"
+        return Content.assemble((f" {known}", "$dim"))
     names = legend(peer.phases)
     room = width - names.cell_length - 3
     if room >= 8:

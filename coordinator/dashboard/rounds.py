@@ -166,15 +166,3 @@ def _axis(width: int, scale_s: float) -> Content:
     ends = "0s", text.duration(scale_s)
     gap = max(1, room - len(ends[0]) - len(ends[1]))
     return Content.assemble((" " * (_NAME_CELLS + 1) + ends[0] + " " * gap + ends[1], "$dim"))
-
-
-def losses(history: Sequence[RoundSummary]) -> list[tuple[float, float]]:
-    """Return the points of the loss curve."""
-    found = ((float(r.position), text.finite(r.loss)) for r in history)
-    return [(position, loss) for position, loss in found if loss is not None]
-
-
-def valid_losses(history: Sequence[RoundSummary]) -> list[tuple[float, float]]:
-    """Return the points of the validation loss, which is not measured every round."""
-    found = ((float(r.position), text.finite(r.valid_loss)) for r in history)
-    return [(position, loss) for position, loss in found if loss is not None]

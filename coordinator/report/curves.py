@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from math import isfinite
@@ -38,11 +38,7 @@ class Curve:
 
 def curves(rounds: Sequence[RoundSummary]) -> list[Curve]:
     """Return the plots of a run: loss by tokens and by time, tokens/s, members and bytes."""
-    tokens = list(accumulate(row.tokens for row in rounds))
     began_s = rounds[0].at
-    hours = [(row.at - began_s) / 3600 for row in rounds]
-    # What was learned late has no time of its own, and would go back or stand still.
-    timed = [(h, row) for h, row in zip(hours, rounds, strict=True) if not row.late]
     rates = [
         ((after.at - began_s) / 3600, after.tokens / gap)
         for before, after in pairwise(rounds)
@@ -50,8 +46,8 @@ def curves(rounds: Sequence[RoundSummary]) -> list[Curve]:
     ]
     numbers = [row.position for row in rounds]
     found = [
-        _losses("Loss by tokens", "tokens", list(zip(tokens, rounds, strict=True))),
-        _losses("Loss by time", "hours", timed),
+        _losses("Loss by tokens", "tokens", _by_tokens(rounds)),
+        _losses("Loss by time", "hours", _by_hours(rounds)),
         Curve(
             title="Speed",
             x="hours",
@@ -75,6 +71,42 @@ def curves(rounds: Sequence[RoundSummary]) -> list[Curve]:
         ),
     ]
     return [curve for curve in found if any(len(line.points) > 1 for line in curve.lines)]
+
+
+def compared(runs: Mapping[str, Sequence[RoundSummary]]) -> list[Curve]:
+    """Return plots of the training loss of several runs, by rounds, tokens and time.
+
+    Args:
+        runs: rounds by the name of the run.
+    """
+    found = []
+    for title, x, xs_of in (
+        ("Loss by rounds", "round", _by_round),
+        ("Loss by tokens", "tokens", _by_tokens),
+        ("Loss by time", "hours", _by_hours),
+    ):
+        lines = [
+            PlottedLine(
+                name=name,
+                points=thinned([(x, row.loss) for x, row in xs_of(rows) if row.loss is not None]),
+            )
+            for name, rows in runs.items()
+        ]
+        found.append(Curve(title=title, x=x, y="nats per token", lines=lines, from_zero=False))
+    return [curve for curve in found if any(len(line.points) > 1 for line in curve.lines)]
+
+
+def _by_round(rounds: Sequence[RoundSummary]) -> list[tuple[float, RoundSummary]]:
+    return [(float(row.position), row) for row in rounds]
+
+
+def _by_tokens(rounds: Sequence[RoundSummary]) -> list[tuple[float, RoundSummary]]:
+    return list(zip(accumulate(row.tokens for row in rounds), rounds, strict=True))
+
+
+def _by_hours(rounds: Sequence[RoundSummary]) -> list[tuple[float, RoundSummary]]:
+    # What was learned late has no time of its own, and would go back or stand still.
+    return [((row.at - rounds[0].at) / 3600, row) for row in rounds if not row.late]
 
 
 def _losses(title: str, x: str, rows: Sequence[tuple[float, RoundSummary]]) -> Curve:

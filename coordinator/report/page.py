@@ -1,5 +1,7 @@
 """A run on one page, for people who were not there: figures, plots, stages, peers and events.
 
+Another page shows the figures and losses of several runs side by side.
+
 The page is one HTML file that loads nothing. Names and events come from other machines: they are
 escaped, and the plots are images, so that nothing in them runs.
 """
@@ -10,7 +12,8 @@ from base64 import b64encode
 from collections.abc import Iterable, Sequence
 from html import escape
 
-from atoll.coordinator.report.curves import Curve, curves
+from atoll.coordinator.recorded import PastRun
+from atoll.coordinator.report.curves import Curve, compared, curves
 from atoll.coordinator.report.pictures import drawn
 from atoll.coordinator.report.view import (
     IMPORTANT,
@@ -70,6 +73,36 @@ def page(status: RunStatus, rounds: Sequence[RoundSummary]) -> str:
         body += ["<h2>Stages</h2>", _stages(status.modules)]
     body += ["<h2>Peers</h2>", _peers(status)]
     body += ["<h2>Events</h2>", _events(status.events, known)]
+    return _html(status.run_name, body)
+
+
+def comparison(runs: Sequence[PastRun]) -> str:
+    """Return the page of several runs side by side."""
+    called = _names([run.status for run in runs])
+    title = " and ".join(called)
+    figures = [_figures(run.status, run.rounds) for run in runs]
+    rows = [(each[0][0], *(value for _, value in each)) for each in zip(*figures, strict=True)]
+    plots = compared({name: run.rounds for name, run in zip(called, runs, strict=True)})
+    body = [
+        f"<h1>{_text(title)}</h1>",
+        _table(("", *called), rows),
+        "<h2>Course</h2>",
+        *(map(_picture, plots) if plots else ["<p>Too few rounds to plot.</p>"]),
+    ]
+    return _html(title, body)
+
+
+def _names(runs: Sequence[RunStatus]) -> list[str]:
+    """The names of runs, with a number where several have one."""
+    plain = [clean(run.run_name, num_max=40) for run in runs]
+    numbers = [plain[: i + 1].count(name) for i, name in enumerate(plain)]
+    return [
+        f"{name} ({number})" if plain.count(name) > 1 else name
+        for name, number in zip(plain, numbers, strict=True)
+    ]
+
+
+def _html(title: str, body: Iterable[str]) -> str:
     return "\n".join(
         [
             "<!doctype html>",
@@ -77,7 +110,7 @@ def page(status: RunStatus, rounds: Sequence[RoundSummary]) -> str:
             '<meta http-equiv="Content-Security-Policy" '
             "content=\"default-src 'none'; img-src data:; style-src 'unsafe-inline'\">",
             '<meta name="viewport" content="width=device-width">',
-            f"<title>{_text(status.run_name)}</title><style>{STYLE}</style></head><body>",
+            f"<title>{_text(title)}</title><style>{STYLE}</style></head><body>",
             *body,
             "</body></html>",
             "",
@@ -95,10 +128,16 @@ def _subtitle(status: RunStatus) -> str:
 
 
 def _facts(status: RunStatus, rounds: Sequence[RoundSummary]) -> str:
+    told = _figures(status, rounds)
+    rows = (f"<div><dt>{_text(name)}</dt><dd>{_text(value)}</dd></div>" for name, value in told)
+    return f"<dl>{''.join(rows)}</dl>"
+
+
+def _figures(status: RunStatus, rounds: Sequence[RoundSummary]) -> Sequence[tuple[str, str]]:
     planned = f" of {status.rounds_total:,}" if status.rounds_total else ""
     sent = sum(row.wire_bytes for row in rounds)
     pace = round_seconds(rounds)
-    told = (
+    return (
         ("rounds", f"{status.position:,}{planned}"),
         ("time", duration(elapsed_seconds(status))),
         ("seconds a round", ABSENT if pace is None else f"{pace:.1f}"),
@@ -111,8 +150,6 @@ def _facts(status: RunStatus, rounds: Sequence[RoundSummary]) -> str:
         ("sent by all peers", size(sent)),
         ("hash chain", short_hash(status.chain)),
     )
-    rows = (f"<div><dt>{_text(name)}</dt><dd>{_text(value)}</dd></div>" for name, value in told)
-    return f"<dl>{''.join(rows)}</dl>"
 
 
 def _picture(curve: Curve) -> str:

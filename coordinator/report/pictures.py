@@ -11,7 +11,7 @@ from matplotlib.ticker import EngFormatter
 from atoll.coordinator.report.curves import Curve
 
 INK, FAINT, GRID = "#1b2a33", "#7d8b93", "#e6ebee"  # of all plots
-COLORS = ("#0b7285", "#e8590c")
+COLORS = ("#0b7285", "#e8590c", "#5f3dc4", "#2b8a3e")
 
 
 def drawn(curve: Curve) -> bytes:

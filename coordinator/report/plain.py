@@ -64,11 +64,11 @@ def dated_lines(previous: RunStatus | None, current: RunStatus) -> list[tuple[fl
     Position and equality decide which rounds and events are new, not time stamps. A state older
     than the previous one, as after a restart of the feed, yields no lines.
     """
-    if previous is not None and _is_older(current, previous):
+    if previous is not None and is_older(current, previous):
         return []
     known = names(current)
     name = naming(known)
-    events = _new_events(previous, current)
+    events = [event for event in new_events(previous, current) if event.level in IMPORTANT]
     entries = [(event.at, _event_line(event, known, name)) for event in events]
     entries += [(row.at, line) for row, line in _round_lines(previous, current)]
     # While a run waits, its line says how many are here.
@@ -98,20 +98,24 @@ def _named(peers: Sequence[PeerStatus]) -> str:
     return ", ".join(map(label, peers)) if len(peers) <= MAX_NAMED else f"{len(peers)} peers"
 
 
-def _new_events(previous: RunStatus | None, current: RunStatus) -> list[Event]:
+def new_events(previous: RunStatus | None, current: RunStatus) -> list[Event]:
+    """Return the events that a state has and the one before it has not."""
     known = set(previous.events) if previous is not None else set()
-    return [event for event in current.events if event.level in IMPORTANT and event not in known]
+    return [event for event in current.events if event not in known]
 
 
 def _round_lines(previous: RunStatus | None, current: RunStatus) -> list[tuple[RoundSummary, str]]:
+    before = dict(zip(map(id, current.history[1:]), current.history, strict=False))
+    return [
+        (row, round_line(row, before.get(id(row)), current))
+        for row in settled_rounds(previous, current)
+    ]
+
+
+def settled_rounds(previous: RunStatus | None, current: RunStatus) -> list[RoundSummary]:
+    """Return the rounds whose numbers no longer change, but for those that had settled before."""
     last, settled = _last_settled(previous), _last_settled(current)
-    rows: list[tuple[RoundSummary, str]] = []
-    before: RoundSummary | None = None
-    for row in current.history:
-        if last < (row.epoch, row.position) <= settled:
-            rows.append((row, round_line(row, before, current)))
-        before = row
-    return rows
+    return [row for row in current.history if last < (row.epoch, row.position) <= settled]
 
 
 def _last_settled(status: RunStatus | None) -> tuple[int, int]:
@@ -197,12 +201,13 @@ def _standing(status: RunStatus) -> tuple[str, str]:
 
 def _shown_state(status: RunStatus) -> str:
     """The state; 'finished' only once the line of the last round is complete."""
-    if status.state == "finished" and not _is_over(status):
+    if status.state == "finished" and not is_over(status):
         return "training"
     return status.state
 
 
-def _is_older(status: RunStatus, than: RunStatus) -> bool:
+def is_older(status: RunStatus, than: RunStatus) -> bool:
+    """Return whether a state is of before another one, as after a restart of the feed."""
     return (status.epoch, status.position) < (than.epoch, than.position)
 
 
@@ -240,9 +245,9 @@ async def follow(
             held += dated_lines(previous, current)
             for line in _due(held, current):
                 write(line)
-            if _is_over(current):
+            if is_over(current):
                 return current
-            previous = current if previous is None or not _is_older(current, previous) else previous
+            previous = current if previous is None or not is_older(current, previous) else previous
             num_failures = 0
         await asyncio.sleep(retry_s(num_failures, interval_s))
 
@@ -255,7 +260,8 @@ def _due(held: list[tuple[float, str]], status: RunStatus) -> list[str]:
     return [line for _, line in sorted(due, key=lambda entry: entry[0])]
 
 
-def _is_over(status: RunStatus) -> bool:
+def is_over(status: RunStatus) -> bool:
+    """Return whether nothing more will come."""
     return status.state == "finished" and all(_is_settled(row, status) for row in status.history)
 
 

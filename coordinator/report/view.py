@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median
+from typing import Literal
 
 from atoll.coordinator.run.status import (
     Event,
@@ -51,6 +52,12 @@ class View:
     num_attempts: int = 0
     """Failed readings since then."""
     paused: bool = False
+    replay: str = ""
+    """Shown in the place of the status's age when it is one of an earlier round."""
+    me: str = ""
+    """PeerID of the viewer's own peer; empty if it is not known."""
+    axis: Literal["rounds", "time", "tokens"] = "rounds"
+    """Of the loss curve."""
     log_scale: bool = False
     smooth: bool = True
     closing_in_s: float | None = None

@@ -50,9 +50,16 @@ class StatusClient:
         self._address = 0
         self._connecting = asyncio.Lock()
 
-    async def status(self, module: str = "") -> RunStatus:
-        """Return the run's status, with the rounds of a module. Needs no joining."""
-        request = pb.StatusRequest(token=self.invite.token, module=module, viewer=self._viewer)
+    async def status(self, module: str = "", *, after: int = 0) -> RunStatus:
+        """Return the run's status, with the rounds of a module. Needs no joining.
+
+        Args:
+            module: by default the last one.
+            after: an earlier round of the last module, after which the status is asked for; 0: now.
+        """
+        request = pb.StatusRequest(
+            token=self.invite.token, module=module, viewer=self._viewer, after=after
+        )
         reply = await self._call("Status", request)
         try:
             status = RunStatus.from_json(reply.status)

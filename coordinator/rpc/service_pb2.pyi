@@ -297,14 +297,16 @@ class Leaf(_message.Message):
     def __init__(self, index: _Optional[int] = ..., data: _Optional[bytes] = ...) -> None: ...
 
 class StatusRequest(_message.Message):
-    __slots__ = ("token", "module", "viewer")
+    __slots__ = ("token", "module", "viewer", "after")
     TOKEN_FIELD_NUMBER: _ClassVar[int]
     MODULE_FIELD_NUMBER: _ClassVar[int]
     VIEWER_FIELD_NUMBER: _ClassVar[int]
+    AFTER_FIELD_NUMBER: _ClassVar[int]
     token: bytes
     module: str
     viewer: bytes
-    def __init__(self, token: _Optional[bytes] = ..., module: _Optional[str] = ..., viewer: _Optional[bytes] = ...) -> None: ...
+    after: int
+    def __init__(self, token: _Optional[bytes] = ..., module: _Optional[str] = ..., viewer: _Optional[bytes] = ..., after: _Optional[int] = ...) -> None: ...
 
 class StatusReply(_message.Message):
     __slots__ = ("status",)

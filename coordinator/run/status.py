@@ -27,6 +27,7 @@ from atoll.coordinator.run.outcome import Outcome
 MAX_RECORD_BYTES = 64 * 1024  # one peer's status or one round; a peer's is below 2 kB
 MAX_RUN_BYTES = 16 * 1024 * 1024  # 4,096 peers and 512 rounds are about 6 MB
 HISTORY = 512  # rounds in a RunStatus; the coordinator's database keeps them all
+POINTS = 512  # of the curve of all rounds before those; a pane has fewer columns
 EVENTS = 256  # newest events in a RunStatus
 MAX_PEERS_SHOWN = 4096  # in a RunStatus
 MAX_UNREACHED = 16  # peers that one names as out of its reach
@@ -300,6 +301,41 @@ class RoundSummary(StatusRecord):
     chain: Hex = ""
 
 
+@dataclass(frozen=True, kw_only=True)
+class PeerShare(StatusRecord):
+    """What rounds have taken from a peer since the run began, whenever its process did."""
+
+    __pydantic_config__ = _CONFIG
+
+    peer_id: Name
+    module: Name = ""
+    tokens: Count = 0
+    rounds: Count = 0
+    """Rounds that took its work, at least in part."""
+    missed: Count = 0
+    """Rounds with an update after its first one that took nothing of it."""
+    wire_bytes: Count = 0
+    """Sent, in the rounds of which it reported in time."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossPoint(StatusRecord):
+    """Some consecutive rounds, as one point of a curve."""
+
+    __pydantic_config__ = _CONFIG
+
+    position: Count
+    """After the last of them."""
+    at: Amount
+    """Seconds since 1970 of the last of them."""
+    tokens: Count = 0
+    """Of all rounds up to there."""
+    loss: float | None = None
+    """Mean over them."""
+    valid_loss: float | None = None
+    """The last one that was measured in them."""
+
+
 def seconds_between(before: RoundSummary, after: RoundSummary) -> float | None:
     """Return the seconds from one round to the next, or None if either was learned of late."""
     return None if before.late or after.late else max(0.0, after.at - before.at)
@@ -400,8 +436,14 @@ class RunStatus(StatusRecord):
     peers: Annotated[list[PeerStatus], Field(max_length=MAX_PEERS_SHOWN)] = field(
         default_factory=list
     )
+    contributions: Annotated[list[PeerShare], Field(max_length=MAX_PEERS_SHOWN)] = field(
+        default_factory=list
+    )
+    """Of the peers whose work counted last, those that left included."""
     history: Annotated[list[RoundSummary], Field(max_length=HISTORY)] = field(default_factory=list)
     """The newest rounds, oldest first."""
+    earlier: Annotated[list[LossPoint], Field(max_length=POINTS)] = field(default_factory=list)
+    """The rounds before those in `history`, a few of them at a point, oldest first."""
     gaps: Annotated[list[Gap], Field(max_length=MAX_GAPS)] = field(default_factory=list)
     """Rounds, numbered as in `RoundSummary`, without stored updates; the newest gaps."""
     events: Annotated[list[Event], Field(max_length=EVENTS)] = field(default_factory=list)

@@ -24,6 +24,7 @@ from google.protobuf.message import DecodeError
 
 from atoll.coordinator.admission_control import JoinRequest, Refusal, RefusalStatus
 from atoll.coordinator.coordinator import Coordinator
+from atoll.coordinator.history import LAST
 from atoll.coordinator.kept_log import KeptLog
 from atoll.coordinator.policies import CallLimits, host_of, source_of
 from atoll.coordinator.rpc import service_pb2 as pb
@@ -39,7 +40,7 @@ from atoll.coordinator.rpc.messages import (
     SERVICE,
 )
 from atoll.coordinator.run.invite_request import MAX_REQUEST_BYTES
-from atoll.coordinator.run.status import Event, PeerStatus, RoundReport, StatusError
+from atoll.coordinator.run.status import Event, PeerStatus, RoundReport, RunStatus, StatusError
 from atoll.coordinator.service.places import CallPlaces
 from atoll.coordinator.service.watching import PortsWatch
 from atoll.optim.log.entry import MAX_ORDER, Claim, Entry
@@ -61,6 +62,7 @@ FIRST_MESSAGE_S = 5.0  # it leaves with the call; one of 2 MiB takes 5 s at 3.4 
 # that within 5 s. Peers behind one router use a place for a round trip.
 UNBEGUN_OF_ONE, MAX_UNBEGUN = 32, 1024
 FETCHES_OF_ONE, MAX_FETCHES = 8, 256  # a joiner has two or three
+MAX_LOOKING_BACK = 16  # calls for an earlier status that wait: each is answered within a second
 
 
 class Service:
@@ -77,6 +79,8 @@ class Service:
         self._packed_tokenizer = tokenizer
         self._receiving: dict[tuple[bytes, int], int] = {}
         """bytes of the bodies that are on their way, by log and position"""
+        self._looking_back = asyncio.Lock()
+        self._num_looking_back = 0
         self._calls = CallLimits()
         self._unbegun = CallPlaces(of_one=UNBEGUN_OF_ONE, total=MAX_UNBEGUN)
         self._fetches = CallPlaces(of_one=FETCHES_OF_ONE, total=MAX_FETCHES)
@@ -401,7 +405,24 @@ class Service:
     async def _status(self, request: pb.StatusRequest, call: _Call) -> pb.StatusReply:
         self._pace(call)
         self._run.admission.expect_token(request.token, request.viewer)
-        return pb.StatusReply(status=self._run.status(request.module).to_json())
+        status = self._run.status(request.module)
+        if request.after:
+            status = await self._status_after(status, request.after)
+        return pb.StatusReply(status=status.to_json())
+
+    async def _status_after(self, now: RunStatus, position: int) -> RunStatus:
+        """Read an earlier status: it takes tens of milliseconds, so one at a time."""
+        if self._num_looking_back >= MAX_LOOKING_BACK:
+            raise Refusal(
+                RefusalStatus.RESOURCE_EXHAUSTED, "too many look at earlier rounds; slow down"
+            )
+        self._num_looking_back += 1
+        try:
+            async with self._looking_back:
+                last = min(position, LAST)
+                return await asyncio.to_thread(self._run.status_at, now, last)
+        finally:
+            self._num_looking_back -= 1
 
     def _authenticate(self, auth: pb.Auth) -> None:
         _expect_size("peer_id", auth.peer_id, 128)

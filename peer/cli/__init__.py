@@ -78,6 +78,18 @@ def _refuse_unknown(parser: argparse.ArgumentParser, words: Sequence[str]) -> No
     parser.error(f"unrecognized arguments: {' '.join(words)}{hint}")
 
 
+def add_track(parser: argparse.ArgumentParser) -> None:
+    """Add the option that names trackers of experiments."""
+    parser.add_argument(
+        "--track",
+        action="append",
+        default=[],
+        metavar="TRACKER",
+        help="Tracker that gets the numbers of each round: tensorboard:DIR, wandb or "
+        "wandb:PROJECT; repeatable (default: none). One that fails is left; the run goes on.",
+    )
+
+
 def add_allow_model(parser: argparse.ArgumentParser) -> None:
     """Add the option that allows code of this machine to be named from elsewhere."""
     parser.add_argument(

@@ -15,6 +15,7 @@ from atoll.peer.cli import (
     Subparsers,
     add_outer_state,
     add_stop_with_stdin,
+    add_track,
     new_parser,
     print_json,
 )
@@ -27,7 +28,9 @@ if TYPE_CHECKING:
     from atoll.coordinator.run.status import RunStatus
     from atoll.coordinator.service.server import Genesis, Running
     from atoll.optim.state.outer_state import OuterState
+    from atoll.peer.tracking import Track
 
+TRACKED = ("loss", "valid_loss", "tokens", "members", "wire_bytes", "rejected")  # of a round
 FOLLOW_S = 0.5  # between two reads of our own state; a round takes seconds
 
 
@@ -117,7 +120,10 @@ def add_parser(subparsers: Subparsers) -> None:
         "--invite-file", type=Path, metavar="PATH", help="Also write the invite to this file."
     )
     parser.add_argument(
-        "--json", action="store_true", help="Print invite, run id and address as a line of JSON."
+        "--json",
+        action="store_true",
+        help="Print invite, run id and address as a line of JSON, then one for each round, event "
+        "and change of state.",
     )
     parser.add_argument(
         "--keep",
@@ -133,6 +139,7 @@ def add_parser(subparsers: Subparsers) -> None:
     )
     add_outer_state(parser, default=None, told="disk in a run with stages, else memory")
     parser.add_argument("--quiet", action="store_true", help="Print no line per round.")
+    add_track(parser)
     add_stop_with_stdin(parser)
 
 
@@ -143,6 +150,8 @@ def run(args: argparse.Namespace) -> int:
     from atoll.coordinator.copies.beside import open_target
     from atoll.coordinator.run.spec import RunSpec
     from atoll.peer.paths import coordinator_state_dir
+    from atoll.peer.tracking import check as check_tracker
+    from atoll.peer.tracking import tracked
     from atoll.peer.training.digests import with_digests
 
     copy = _copy_to_restore(args)
@@ -158,6 +167,8 @@ def run(args: argparse.Namespace) -> int:
         expect_common_state(spec)
     if args.invite_file is not None:
         _expect_own_file(args.invite_file)
+    for told in args.track:
+        check_tracker(told)
     state_dir: Path = args.state_dir or coordinator_state_dir(spec.run.name)
     if copy is not None:
         copy.restore(spec, state_dir, say)
@@ -172,20 +183,24 @@ def run(args: argparse.Namespace) -> int:
         if args.invite_file is not None:
             write_invite(args.invite_file, str(up.invite))
 
-    return asyncio.run(
-        _serve(
+    with tracked(
+        args.track, name=spec.run.name, on_trouble=lambda text: say(f"warning: {text}")
+    ) as track:
+        serving = _serve(
             spec,
             genesis,
             state_dir,
             costs=costs,
             on_ready=on_ready,
             quiet=args.quiet,
+            as_json=args.json,
+            track=track if args.track else None,
             has_keeper=args.keep,
             accept_loss=args.accept_loss,
             state_on_disk=None if args.outer_state is None else args.outer_state == "disk",
             copies=target,
         )
-    )
+        return asyncio.run(serving)
 
 
 def _copy_to_restore(args: argparse.Namespace) -> CopyToRestore | None:
@@ -293,6 +308,8 @@ async def _serve(
     costs: Sequence[float],
     on_ready: Callable[[Running], None],
     quiet: bool,
+    as_json: bool,
+    track: Track | None,
     has_keeper: bool,
     accept_loss: bool,
     state_on_disk: bool | None,
@@ -323,6 +340,8 @@ async def _serve(
     ):
         on_ready(up)
         async with Tasks() as telling:
+            if (as_json and not quiet) or track is not None:
+                telling.spawn(_record(up, track, as_json=as_json and not quiet))
             if not quiet:
                 telling.spawn(_tell(up))
                 telling.spawn(_tell_ports(up))
@@ -362,6 +381,24 @@ async def _tell(up: Running) -> None:
     checkpoint = up.coordinator.last_checkpoint()
     say(f"run complete; checkpoint: {checkpoint or 'none'}")
     say("still serving peers; press Ctrl-C to stop")
+
+
+async def _record(up: Running, track: Track | None, *, as_json: bool) -> None:
+    """Print what happens as JSON, and pass the numbers of rounds to trackers."""
+    from atoll.coordinator.report.records import Record, follow
+
+    async def feed() -> RunStatus:
+        return up.coordinator.status()
+
+    def write(record: Record) -> None:
+        if as_json:
+            print_json(record)
+        if record["kind"] == "round" and track is not None:
+            track(record["position"], {name: record.get(name) for name in TRACKED})
+
+    status = up.coordinator.status()
+    # An earlier process has told of the rounds before.
+    await follow(feed, write, interval_s=FOLLOW_S, since=status if status.position else None)
 
 
 async def _tell_ports(up: Running) -> None:

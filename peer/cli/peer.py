@@ -10,6 +10,8 @@ import select
 import sys
 import threading
 import time
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,6 +20,7 @@ from atoll.peer.cli import (
     add_allow_model,
     add_outer_state,
     add_stop_with_stdin,
+    add_track,
     new_parser,
 )
 from atoll.peer.cli.watching import read_invite
@@ -164,6 +167,19 @@ def add_parser(subparsers: Subparsers) -> None:
     parser.add_argument(
         "--json", action="store_true", help="Print events as lines of JSON on stdout."
     )
+    parser.add_argument(
+        "--no-view",
+        action="store_true",
+        help="Print lines alone in a terminal too, instead of two that change at its foot.",
+    )
+    parser.add_argument(
+        "--metrics-listen",
+        type=_address,
+        metavar="HOST:PORT",
+        help="Address of a Prometheus endpoint; 127.0.0.1:9701 is for this machine alone "
+        "(default: none).",
+    )
+    add_track(parser)
     add_stop_with_stdin(parser)
 
 
@@ -186,6 +202,8 @@ def run(args: argparse.Namespace) -> int:
     from atoll.peer.daemon.options import LinkRates, PeerOptions
     from atoll.peer.daemon.process import RunOptions, run_peer
     from atoll.peer.paths import peer_state_dir
+    from atoll.peer.tracking import check as check_tracker
+    from atoll.peer.tracking import tracked
 
     options = RunOptions(
         peer=PeerOptions(
@@ -197,6 +215,7 @@ def run(args: argparse.Namespace) -> int:
             rates=LinkRates(uplink_mbit_s=args.uplink, downlink_mbit_s=args.downlink),
             relay_mbit_s=args.relay_mbit,
             state_on_disk=args.outer_state == "disk",
+            metrics_listen=args.metrics_listen,
         ),
         device="cpu" if args.ranks else args.device,
         data=args.data,
@@ -212,15 +231,60 @@ def run(args: argparse.Namespace) -> int:
     _expect_data(args.data)
     _expect_tokenizer(args.tokenizer)
     _expect_weights(args.init)
-    on_event: OnPeerEvent = _as_json if args.json else _as_text
+    for told in args.track:
+        check_tracker(told)
+    shown: OnPeerEvent = _as_json if args.json else _as_text
     # With --json it is read by a program, which cannot show anybody what the run asks for.
     is_here = sys.stdin.isatty() and sys.stderr.isatty() and not args.stop_with_stdin
     ask = _ask if is_here and not args.json else None
-    if is_rank:
-        from atoll.peer.daemon.launching import run_rank
+    if is_rank and os.environ["RANK"] != "0":
+        args.track = []  # the first one tells of all
+    run_id = invite.run_id.hex()[:8]
+    is_seen = sys.stdout.isatty() and sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
+    with ExitStack() as stack:
+        if is_seen and not (args.json or args.no_view or is_rank):
+            from atoll.peer.cli.small_view import small_view
 
-        return run_rank(options, on_event=on_event, ask=ask)
-    return run_peer(options, on_event=on_event, ask=ask)
+            shown = stack.enter_context(small_view(run_id, shown))
+        name = f"{args.name or 'peer'}-{run_id}"
+        track = stack.enter_context(
+            tracked(args.track, name=name, on_trouble=partial(_warn, shown))
+        )
+
+        def on_event(event: "PeerEvent") -> None:
+            shown(event)
+            if event.account is not None and args.track:
+                track(event.account.position, numbers_of(event))
+
+        if is_rank:
+            from atoll.peer.daemon.launching import run_rank
+
+            return run_rank(options, on_event=on_event, ask=ask)
+        return run_peer(options, on_event=on_event, ask=ask)
+
+
+def _warn(shown: "OnPeerEvent", text: str) -> None:
+    from atoll.peer.daemon.process import PeerEvent
+
+    shown(PeerEvent(kind="event", position=0, text=text, level="warning"))
+
+
+def numbers_of(event: "PeerEvent") -> dict[str, float | None]:
+    """Return what a tracker gets of a round."""
+    account = event.account
+    assert account is not None
+    shares = event.time_shares or {}
+    return {
+        "loss": account.loss,
+        "counted": float(account.is_counted),
+        "tokens": account.tokens,
+        "tokens_per_s": event.tokens_per_s,
+        "utilisation": event.utilisation,
+        "rounds_counted": account.rounds_counted,
+        "tokens_counted": account.tokens_counted,
+        "wire_bytes_sent": account.wire_bytes_sent,
+        **{f"time/{use}": share for use, share in shares.items()},
+    }
 
 
 def _number_of_ranks(args: argparse.Namespace) -> int:
@@ -268,6 +332,16 @@ def _mbit(text: str) -> float:
     if not 0 <= rate < math.inf:
         raise argparse.ArgumentTypeError(f"expected a number of Mbit/s, got {text!r}")
     return rate
+
+
+def _address(text: str) -> str:
+    from atoll.coordinator.run.addresses import split_address
+
+    try:
+        split_address(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{error}, got {text!r}") from None
+    return text
 
 
 def _share(text: str) -> float:

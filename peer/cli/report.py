@@ -7,6 +7,12 @@ from pathlib import Path
 from atoll.peer.cli import Subparsers, new_parser
 from atoll.peer.cli.watching import add_run, look_back, read_run
 
+MAX_RUNS = 4  # colours of a plot
+
+
+class TooManyRuns(ValueError):
+    """More runs than a plot can show."""
+
 
 class ReportFileError(ValueError):
     """The page cannot be written there."""
@@ -19,11 +25,19 @@ def add_parser(subparsers: Subparsers) -> None:
         "report",
         description="Write a page about a run: figures, plots of loss, speed, members and bytes,\n"
         "stages, peers and events. It is one HTML file that loads nothing. From the state\n"
-        "directory of a coordinator it has all rounds, by an invite the newest 512.",
+        "directory of a coordinator it has all rounds, by an invite the newest 512.\n"
+        "With several runs, it compares their figures and losses.",
         examples="atoll report INVITE --out report.html\n"
-        "atoll report ~/.local/state/atoll/coordinators/NAME --out report.html",
+        "atoll report ~/.local/state/atoll/coordinators/NAME --out report.html\n"
+        "atoll report runs/diloco/coordinator runs/ddp/coordinator --out compared.html",
     )
     add_run(parser)
+    parser.add_argument(
+        "others",
+        nargs="*",
+        metavar="OTHER",
+        help=f"Invites or directories of runs to compare with, at most {MAX_RUNS - 1}.",
+    )
     parser.add_argument(
         "--out",
         type=Path,
@@ -39,10 +53,15 @@ def run(args: argparse.Namespace) -> int:
 
     extra("matplotlib", "the report")
     _expect_html(args.out)
-    record = look_back(read_run(args.invite))
-    from atoll.coordinator.report.page import page
+    if len(args.others) >= MAX_RUNS:
+        raise TooManyRuns(f"expected at most {MAX_RUNS} runs, got {1 + len(args.others)}")
+    records = [look_back(read_run(run)) for run in (args.invite, *args.others)]
+    from atoll.coordinator.report.page import comparison, page
 
-    text = page(record.status, record.rounds)
+    if args.others:
+        text = comparison(records)
+    else:
+        text = page(records[0].status, records[0].rounds)
     partial = args.out.with_name(f".{args.out.name}.{os.getpid()}")
     try:
         partial.write_text(text, encoding="utf-8")

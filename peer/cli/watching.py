@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-    from atoll.coordinator.recorded import PastRun
+    from atoll.coordinator.recorded import PastRun, Recording
+    from atoll.coordinator.report.archive import RunArchive
     from atoll.coordinator.report.feed import Feed
     from atoll.coordinator.rpc.channel import StatusClient
     from atoll.coordinator.run.invite import Invite
@@ -123,6 +124,69 @@ async def feeding(run: "Invite | Path") -> "AsyncIterator[Feed]":
         return
     async with asking(run) as client:
         yield client.status
+
+
+@asynccontextmanager
+async def looking_back(run: "Invite | Path") -> "AsyncIterator[RunArchive]":
+    """Yield a run that can be looked back at.
+
+    Raises:
+        NoRecord: the directory is no coordinator's.
+    """
+    if isinstance(run, Path):
+        from atoll.coordinator.recorded import Recording
+
+        recording = await asyncio.to_thread(Recording, run)
+        try:
+            yield _RecordedRun(recording)
+        finally:
+            recording.close()
+        return
+    async with asking(run) as client:
+        yield _AskedRun(client)
+
+
+class _RecordedRun:
+    """A directory as an `RunArchive`."""
+
+    def __init__(self, recording: "Recording") -> None:
+        self._recording = recording
+
+    async def now(self) -> "RunStatus":
+        return await asyncio.to_thread(self._recording.refresh)
+
+    async def at(self, position: int) -> "RunStatus":
+        return await asyncio.to_thread(self._recording.at, position)
+
+
+class _AskedRun:
+    """A coordinator as an `RunArchive`."""
+
+    def __init__(self, client: "StatusClient") -> None:
+        self._client = client
+
+    async def now(self) -> "RunStatus":
+        return await self._client.status()
+
+    async def at(self, position: int) -> "RunStatus":
+        return await self._client.status(after=position) if position else await self._before()
+
+    async def _before(self) -> "RunStatus":
+        from atoll.coordinator.past import before_all
+
+        return before_all(await self._client.status())
+
+
+def own_peer(run_id: str) -> str:
+    """Return the PeerID of this machine's peer in a run; empty if there is none."""
+    from atoll.dht.identity import Identity, IdentityError
+    from atoll.peer.paths import PeerPaths, peer_state_dir
+
+    key = PeerPaths(root=peer_state_dir(run_id)).identity
+    try:
+        return Identity.load_or_create(key).peer_id if key.is_file() else ""
+    except (IdentityError, OSError):
+        return ""
 
 
 @asynccontextmanager

@@ -51,6 +51,8 @@ class PeerOptions:
     """Bandwidth for streams of peers behind NATs, if others can dial this peer; 0: none."""
     state_on_disk: bool = False
     """Keep the outer state in mapped files of the state directory instead of in memory."""
+    metrics_listen: str | None = None
+    """Address of a Prometheus endpoint, as 'host:port'; None: none."""
     moved: StageMove | None = None
     """The move by which it joins, in a pipeline; None takes the module of its last start."""
 

@@ -13,8 +13,15 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, closing, suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import (
+    AsyncExitStack,
+    ExitStack,
+    asynccontextmanager,
+    closing,
+    contextmanager,
+    suppress,
+)
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.metadata import version
@@ -29,6 +36,7 @@ from atoll.coordinator.run.invite import Invite
 from atoll.coordinator.run.levels import Level
 from atoll.coordinator.run.phases import OnPhase
 from atoll.coordinator.run.spec import RunSpec
+from atoll.coordinator.service.metrics import PeerMetrics
 from atoll.dht.addresses import is_public, usable
 from atoll.dht.identity import Identity, short
 from atoll.dht.node import Node
@@ -47,7 +55,7 @@ from atoll.peer.daemon.membership import Enrolment, FetchTokenizer, Membership, 
 from atoll.peer.daemon.options import PeerOptions
 from atoll.peer.daemon.reach.company import Company, asking
 from atoll.peer.daemon.reach.moves import Moves
-from atoll.peer.daemon.reach.neighbours import Neighbours, expect_free
+from atoll.peer.daemon.reach.neighbours import Neighbours, PortInUse, expect_free
 from atoll.peer.daemon.reach.reachability import Reach, Reachability, probe
 from atoll.peer.daemon.reducer import RunReducer, TrainerProgress
 from atoll.peer.daemon.reporting import Announcer, Heartbeats, Outbox, Reporter
@@ -62,6 +70,7 @@ PRIVATE_ANNOUNCED = (
     "--announce names private addresses alone, and the run is public: peers elsewhere cannot dial "
     "this one; announce a public address, or leave --announce out to be reached through relays"
 )
+METRICS_S = 1.0  # a heartbeat gathers a status as often, at the most
 LEFT_S = 60.0  # a network process without a trainer ends within 50 s
 NOTED_S = 3.0  # in which a network process notes that its trainer was killed, on a busy machine
 LEFT_POLL_S = 0.2
@@ -264,6 +273,7 @@ class Peer:
             PortInUse: the peer cannot listen where it should.
         """
         async with AsyncExitStack() as stack:
+            metrics = stack.enter_context(_served(options.metrics_listen))
             env, joined = await _environment(stack, options, admit, on_event, on_phase)
             if not env.is_keeper:
                 env = replace(env, make_first=make_first)
@@ -274,6 +284,8 @@ class Peer:
             env.tasks.keep(peer._keep_connected)
             env.tasks.keep(peer._keep_company)
             env.tasks.keep(env.moves.keep)
+            if metrics is not None:
+                env.tasks.keep(partial(_keep_metrics, metrics, peer.run.reporter))
             yield peer
             await peer._leave()
 
@@ -390,6 +402,25 @@ async def _own_directory(
                 show("info", "this peer was killed, and its network process still leaves the run")
                 left_s = now_s + LEFT_S
             await asyncio.sleep(LEFT_POLL_S)
+
+
+@contextmanager
+def _served(listen: str | None) -> Iterator[PeerMetrics | None]:
+    """Serve this peer's own metrics, if its owner wants that. Raises PortInUse."""
+    with ExitStack() as stack:
+        try:
+            metrics = stack.enter_context(PeerMetrics.served(listen))
+        except OSError as error:
+            raise PortInUse(f"--metrics-listen {listen}: {error.strerror}") from None
+        yield metrics
+
+
+async def _keep_metrics(metrics: PeerMetrics, reporter: Reporter) -> None:
+    """Show the status that each heartbeat gathers, whether or not it arrives."""
+    while True:
+        if reporter.newest is not None:
+            metrics.set_peers([reporter.newest])
+        await asyncio.sleep(METRICS_S)
 
 
 async def _environment(

@@ -285,6 +285,8 @@ class Reporter:
         self.tally = RoundTally(progress.num_fragments)
         self.recoveries = 0
         self.leaving = False
+        self.newest: PeerStatus | None = None
+        """what was gathered last"""
         self._flow: Callable[[], HopStatistics | None] = lambda: None
 
     @property
@@ -395,7 +397,7 @@ class Reporter:
         now_s = time.monotonic()
         up, down = self._up.read(sent, now_s), self._down.read(received, now_s)
         position, root = await self._state_digest()
-        return PeerStatus(
+        self.newest = PeerStatus(
             module=self._env.module,
             peer_id=self._env.me.peer_id,
             name=self._env.options.name,
@@ -437,6 +439,7 @@ class Reporter:
             outcome=self.tally.last.outcome if self.tally.last else None,
             flow=None if (flow := self._flow()) is None else flow_status(flow, view),
         )
+        return self.newest
 
     def _state(self) -> PeerState:
         if self.leaving:

@@ -19,7 +19,7 @@ from rich.table import Table
 from torch import nn
 
 from atoll.coordinator.checkpoints import Checkpoint, load_checkpoint
-from atoll.coordinator.rounds import contributors
+from atoll.coordinator.ledger import contributors
 from atoll.coordinator.run.spec import RunSpec
 from atoll.coordinator.run.status import FlowStatus, PeerStatus
 from atoll.coordinator.run.text import loss_text

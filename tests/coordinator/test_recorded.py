@@ -47,6 +47,21 @@ def test_tokens_count_the_rounds_that_were_not_read(state_dir):
     assert recorded.read(state_dir, newest=5).status.tokens_total == 600 * 3 * 61_440
 
 
+def test_a_recording_shows_the_run_after_any_round(state_dir):
+    before = contents(state_dir)
+    with closing(recorded.Recording(state_dir)) as recording:
+        early = recording.at(3)
+        assert [row.position for row in early.history] == [1, 2, 3]
+        assert (early.tokens_total, early.now) == (3 * 3 * 61_440, early.history[-1].at)
+        assert early.loss == early.history[-1].loss
+        assert all(event.at <= early.now for event in early.events)
+        assert early.state == "training"
+        none = recording.at(0)
+        assert (none.state, none.history, none.peers, none.loss) == ("waiting", [], [], None)
+        assert recording.at(9999).history == recording.now.history
+    assert contents(state_dir) == before
+
+
 def test_a_run_by_gossip_is_as_far_as_its_peers_reported(tmp_path):
     spec = tiny_spec(outer={"method": "noloco"}, run={"rounds": 4})
     end_a_run(tmp_path / "state", spec, rounds=4)

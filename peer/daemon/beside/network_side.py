@@ -431,6 +431,7 @@ def options_of(told: Mapping[str, Any]) -> PeerOptions:
         rates=LinkRates(uplink_mbit_s=told["rates"][0], downlink_mbit_s=told["rates"][1]),
         relay_mbit_s=told["relay_mbit_s"],
         state_on_disk=told["state_on_disk"],
+        metrics_listen=told["metrics_listen"],
         moved=told["moved"],
     )
 

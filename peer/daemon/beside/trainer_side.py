@@ -622,6 +622,7 @@ def _told(options: PeerOptions) -> dict[str, Any]:
         "rates": (rates.uplink_mbit_s, rates.downlink_mbit_s),
         "relay_mbit_s": options.relay_mbit_s,
         "state_on_disk": options.state_on_disk,
+        "metrics_listen": options.metrics_listen,
         "moved": options.moved,
         "threads": torch.get_num_threads(),
         "level": logging.getLogger("atoll").getEffectiveLevel(),

@@ -18,7 +18,7 @@ from atoll.coordinator.dashboard.panes import (
     RunHeader,
     StagesPane,
 )
-from atoll.coordinator.dashboard.peers import COLUMNS, details
+from atoll.coordinator.dashboard.peers import columns, details
 from atoll.coordinator.report import feed as feeds
 from atoll.coordinator.report.feed import FeedError
 from atoll.coordinator.run.status import Event, Gap
@@ -605,7 +605,7 @@ def test_help_opens_over_the_screen_and_closes(sample):
     async def check(app, source, clock, pilot):
         await pilot.press("question_mark")
         await pilot.pause()
-        assert "linear or logarithmic loss" in screen(app)
+        assert "loss: log scale; smoothed" in screen(app)
         source.answer = sample(38)
         await app.poll()
         await pilot.press("escape")
@@ -673,6 +673,6 @@ def test_no_screenshot_of_a_lost_connection(tmp_path):
 
 def test_a_peer_that_trains_before_its_first_round_is_not_called_idle(sample):
     peer = replace(sample(1).peers[0], state="training", phase="idle")
-    (column,) = (column for column in COLUMNS if column.title == "state")
+    (column,) = (column for column in columns() if column.title == "state")
     for width in (4, 20):
         assert column.draw(peer, width).plain == "training"

@@ -206,6 +206,10 @@ def test_entries_are_followed_and_served(kit: Any, tmp_path: Path) -> None:
             status = await two.status()
             assert (status.position, status.tokens_total, status.loss) == (5, 1500, 2.5)
             assert [r.position for r in status.history] == [1, 2, 3, 4, 5]
+            early = await two.status(after=3)
+            assert (early.position, early.tokens_total) == (3, 900)
+            assert early.history == status.history[:3]
+            assert sum(given.rounds for given in early.contributions) > 0
 
     kit.run(main())
 

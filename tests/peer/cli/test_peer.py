@@ -101,6 +101,8 @@ def test_a_directory_that_cannot_be_made_is_refused(peer, paths):
         ("--name", "x" * 65),
         ("--listen", "127.0.0.1:4000"),
         ("--announce", "/ip4/no-address/tcp/1"),
+        ("--metrics-listen", "9701"),
+        ("--track", "mlflow"),
     ],
 )
 def test_an_option_without_sense_is_refused_at_once(peer, paths, option, value):
@@ -109,6 +111,16 @@ def test_an_option_without_sense_is_refused_at_once(peer, paths, option, value):
     assert option in result.err
     assert "expected" in result.err
     assert not paths.root.exists()
+
+
+def test_a_port_of_metrics_in_use_is_refused(peer):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        result = peer(NOBODY, "--metrics-listen", address)
+    assert result.code == 2
+    assert f"--metrics-listen {address}: Address already in use" in result.err
 
 
 def test_a_port_in_use_is_refused_at_once(peer):

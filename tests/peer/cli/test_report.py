@@ -36,6 +36,20 @@ def test_a_report_is_one_file(of, atoll, ended, invite):
     assert [path.name for path in Path().iterdir()] == ["page.html"]
 
 
+def test_two_runs_are_compared_on_one_page(atoll, ended):
+    assert atoll("report", ended, ended, "--out", "page.html").code == 0
+    text = Path("page.html").read_text()
+    assert text.count("svg+xml") == 3
+    assert "tiny (1) and tiny (2)" in text
+    assert ">training loss<" in text
+
+
+def test_more_runs_than_colours_are_refused(atoll, ended):
+    told = atoll("report", *[ended] * 5)
+    assert told.code == 2
+    assert "expected at most 4 runs, got 5" in told.err
+
+
 @pytest.mark.parametrize(
     ("out", "message"),
     [("page.pdf", "must end in .html"), ("absent/page.html", "create it first")],

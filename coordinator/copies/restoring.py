@@ -46,8 +46,9 @@ from atoll.coordinator.signing import NONE_SIGNED, SIGNED_FILE, read_signed, res
 from atoll.optim.log.entry import genesis_chain
 from atoll.optim.log.replica import log_id
 from atoll.optim.log.store import LogStore, StoreError, sync_folder
+from atoll.optim.state import vectors
 from atoll.optim.state.layout import Layout
-from atoll.optim.state.mapped import MappedVectors
+from atoll.optim.state.mapped import MappedVectors, is_on_disk
 from atoll.optim.state.outer_state import LEAF_BYTES, Assembly, StateError
 
 MAX_FILES_BYTES = 64 * MAX_FILE_BYTES
@@ -280,7 +281,8 @@ def _restore_snapshot(
         root=header.root,
         memory_numel=beside // method.memory_dtype.itemsize,
         memory_dtype=method.memory_dtype,
-        allocate=MappedVectors(files.folder).empty,
+        # The state passes through files, so that a restore takes no more memory than a coordinator.
+        allocate=MappedVectors(files.folder).empty if is_on_disk(files.folder) else vectors.empty,
     )
     for index, leaf in enumerate(in_pieces(chunks, LEAF_BYTES)):
         assembly.add(index, leaf)

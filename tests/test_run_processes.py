@@ -14,6 +14,7 @@ from atoll.coordinator.run.status import RunStatus
 from atoll.optim.log.entry import Entry
 from atoll.optim.log.store import LOG_FILE
 from atoll.peer.cli.main import main
+from atoll.peer.cli.run import patiently
 from atoll.peer.cli.watching import asking
 from atoll.peer.lab.children import Child
 from support.child_runs import DEADLINE_S, PEER, until, write_spec
@@ -56,7 +57,8 @@ async def hold(folder: Path) -> list[Entry]:
 
     async def status() -> RunStatus:
         async with asking(Invite.decode(invite.read_text())) as client:
-            return await client.status()
+            # All processes have one address here, and the trainers' rounds use up its calls.
+            return await patiently(client.status)
 
     async def seen(condition) -> RunStatus:
         """Wait for a status of the run, with all processes there."""

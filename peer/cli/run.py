@@ -7,10 +7,11 @@ import asyncio
 import difflib
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from atoll.peer.cli import Subparsers, new_parser, print_json
 from atoll.peer.cli.evict import the_peer
@@ -23,7 +24,10 @@ if TYPE_CHECKING:
     from atoll.coordinator.run.status import RunStatus
     from atoll.optim.log.orders import Change, Order
 
+T = TypeVar("T")
+
 LOOK_EVERY_S = 0.5
+BUSY_S = 20.0  # for which a call is made again: other programs may use up what the address has
 WAIT_S = 60.0  # an order is decided within a round, or in a paused run within seconds
 NAMES = (
     "inner_steps",
@@ -167,7 +171,7 @@ async def _give_about(invite: Invite, args: argparse.Namespace) -> int:
 
     client = StatusClient(invite, viewer(invite.run_id))
     try:
-        status = await client.status()
+        status = await patiently(client.status)
     finally:
         await client.close()
     peer_id = find_peer(status, args.peer)
@@ -211,7 +215,7 @@ async def standing_of(invite: Invite) -> OrderStanding:
 
     client = OrderClient(invite, viewer(invite.run_id))
     try:
-        return await client.ask()
+        return await patiently(client.ask)
     finally:
         await client.close()
 
@@ -241,7 +245,7 @@ async def give_orders(
 
     client = OrderClient(invite, viewer(invite.run_id))
     try:
-        standing = await client.ask()
+        standing = await patiently(client.ask)
         organiser = key_in_force(invite, key, standing.settings)
         for change in changes:  # all of them, before the first is given
             if reason := misfit(standing.spec, change, standing.settings):
@@ -249,7 +253,7 @@ async def give_orders(
         orders = []
         for number, change in enumerate(changes, standing.next_number):
             order = Order(run_id=invite.run_id, number=number, change=change)
-            await client.give(sign_order(order, organiser.sign))
+            await patiently(partial(client.give, sign_order(order, organiser.sign)))
             orders.append(order)
         decided = await _await_decision(client, orders[-1], wait_s)
     finally:
@@ -263,6 +267,21 @@ async def _give(
     for order, is_decided in await give_orders(invite, key, changes, wait_s):
         _tell(order, is_decided=is_decided, as_json=as_json)
     return 0
+
+
+async def patiently(call: Callable[[], Awaitable[T]]) -> T:
+    """Make a call, again if others at this address have made too many. Raises CoordinatorError."""
+    from atoll.coordinator.rpc.client_errors import Busy
+
+    loop = asyncio.get_running_loop()
+    until = loop.time() + BUSY_S
+    while True:
+        try:
+            return await call()
+        except Busy:
+            if loop.time() >= until:
+                raise
+        await asyncio.sleep(LOOK_EVERY_S)
 
 
 async def _await_decision(client: OrderClient, last: Order, wait_s: float) -> int:

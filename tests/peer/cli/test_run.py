@@ -2,12 +2,16 @@
 
 import json
 from dataclasses import replace
+from itertools import count
 
+import grpc
 import pytest
 
+from atoll.coordinator.rpc.client_errors import Busy
 from atoll.coordinator.run.keys import RunKeys
 from atoll.coordinator.run.status import PeerStatus
 from atoll.dht.identity import Identity
+from atoll.dht.testing.virtualtime import run_virtual
 from atoll.optim.log.orders import NUMBERS
 from atoll.peer.cli import run as run_command
 from support.status import make_status
@@ -131,6 +135,23 @@ def test_a_machine_without_the_key_gives_no_order(atoll, invite, tmp_path):
     done = atoll("run", "pause", invite, "--key", tmp_path / "absent.json")
     assert done.code == 2
     assert "no such file" in done.err
+
+
+@pytest.mark.parametrize(("refusals", "reaches"), [(3, True), (1000, False)])
+def test_a_busy_coordinator_is_asked_again_for_a_while(refusals, reaches):
+    calls = count()
+
+    async def call():
+        if next(calls) < refusals:
+            raise Busy(grpc.StatusCode.RESOURCE_EXHAUSTED, "too many calls; slow down")
+        return "answer"
+
+    if reaches:
+        assert run_virtual(run_command.patiently(call)) == "answer"
+    else:
+        with pytest.raises(Busy):
+            run_virtual(run_command.patiently(call))
+        assert next(calls) <= 1 + run_command.BUSY_S / run_command.LOOK_EVERY_S
 
 
 def test_help_has_examples(atoll):

@@ -81,7 +81,7 @@ class Refusal(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class SessionTerms:
-    """What a peer's session says of it."""
+    """The terms on which a peer joined, which its session carries."""
 
     is_follower: bool = False
     invite: str = ""
@@ -205,7 +205,7 @@ class AdmissionControl:
         self._limits: dict[str, ReportLimit] = {}
         self._admitted_until_s: dict[str, float] = {}
         self._terms: dict[str, SessionTerms] = {}
-        """Of the peers that have called; each call brings it again."""
+        """By PeerID, of the peers that have called; each call brings them again."""
 
     def challenge(self, peer_id: str) -> bytes:
         """Return a nonce for `peer_id` to sign."""

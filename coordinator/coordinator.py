@@ -163,7 +163,7 @@ class Coordinator:
         self._moves: Counter[str] = Counter()
         """By module, the peers that came from another one."""
         self.copies: Callable[[], CopyStatus] | None = None
-        """How far the copies of this run are, if any are kept (`atoll.coordinator.copies`)."""
+        """Tells how far the copies of this run are; None if none are kept."""
         if self._is_finished():
             self.finished.set()
 

@@ -112,8 +112,10 @@ class History:
 
     def events(self, newest: int, *, until_s: float = math.inf) -> list[Event]:
         """Return the newest events up to a time, oldest first as they were noted."""
+        # A damaged record is skipped, here as in `_read`; text, as not every SQLite reads blobs.
         query = (
-            "SELECT record FROM events WHERE json_extract(record, '$.at') <= ? "
+            "SELECT record FROM (SELECT *, CAST(record AS TEXT) AS text FROM events) WHERE "
+            "CASE WHEN json_valid(text) THEN json_extract(text, '$.at') <= ? END "
             "ORDER BY id DESC LIMIT ?"
         )
         return [e for raw in self._blobs(query, until_s, newest) if (e := _read(Event, raw))]

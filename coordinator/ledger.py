@@ -4,8 +4,8 @@ Counting from the first entry takes minutes in a long run. So a mark is kept at 
 rounds, with the sums up to there, and any round is reached from the mark before it. A round is
 counted into a mark once its members' reports are complete, which tell the bytes.
 
-    LedgerSums        the sums, by PeerID
-    Ledger         counts rounds, and writes the marks
+    LedgerSums    the sums, by PeerID
+    Ledger        counts rounds, and writes the marks
 """
 
 from __future__ import annotations
@@ -98,7 +98,6 @@ class LedgerSums(StatusRecord):
                 tokens=peer.tokens,
                 rounds=peer.rounds,
                 missed=max(0, self.rounds - peer.before - peer.rounds) if peer.rounds else 0,
-                wire_bytes=peer.wire_bytes,
             )
             for peer in self.peers
         ]
@@ -195,7 +194,7 @@ class Ledger:
         return start
 
     def newest(self, position: int) -> LedgerSums:
-        """Return the sums at the newest position, with the bytes that were reported in time."""
+        """Return the sums at the newest position, but for bytes that are yet to be reported."""
         if self._newest.position > position or self._newest.position < self._last.position:
             self._newest = self._last
         while self._newest.position < position:

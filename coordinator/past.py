@@ -66,6 +66,7 @@ def status_at(
     tallies = {name: log.ledger.at(stands[name]) for name, log in logs.items()}
     given = contributions(tallies)
     sums = {(name, t.peer_id): t for name, each in tallies.items() for t in each.peers}
+    today = {peer.peer_id: peer for peer in now.peers}
     peers = [
         _peer(
             sums[row.module, row.peer_id],
@@ -73,7 +74,7 @@ def status_at(
             stands[row.module],
             rounds if row.module == last else [],
             at_s,
-            now,
+            today.get(row.peer_id),
         )
         for row in given
     ]
@@ -152,10 +153,9 @@ def _peer(
     position: int,
     rounds: Sequence[RoundSummary],
     at_s: float,
-    now: RunStatus,
+    today: PeerStatus | None,
 ) -> PeerStatus:
     """A peer as the log knows it: its name and role are those of today."""
-    today = next((peer for peer in now.peers if peer.peer_id == tally.peer_id), None)
     state: PeerState = "training" if position - tally.last < AWAY_AFTER else "gone"
     seen_s = next((row.at for row in rounds if row.position >= tally.last), at_s)
     return PeerStatus(

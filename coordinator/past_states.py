@@ -12,7 +12,6 @@ Exceptions:
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 
@@ -22,11 +21,10 @@ from atoll.coordinator.run.spec import RunSpec
 from atoll.coordinator.run.spec_problems import SpecError
 from atoll.optim.log.entry import Entry, LogError, extend_chain, sha256
 from atoll.optim.log.replica import WHOLE, Replay, log_folder
-from atoll.optim.log.store import LOG_FILE, LogStore, StoredEntry, StoreError
+from atoll.optim.log.store import LOG_FILE, LogStore, StoreError
 from atoll.optim.reduction.cells import UpdateError
 from atoll.optim.state.outer_state import OuterState
 
-PAGE = 64  # entries read at once
 MAX_SPANS = 8  # that a message names
 
 
@@ -85,7 +83,7 @@ def spans(store: LogStore) -> list[tuple[int, int]]:
         if found and begin <= found[-1][1]:
             continue
         end = begin
-        for record in _records(store, begin, store.head.position):
+        for record in store.records(begin, store.head.position):
             if not record.has_body:
                 break
             end = record.position + 1
@@ -110,7 +108,7 @@ def _computed(store: LogStore, spec: RunSpec, target: int) -> Checkpoint:
     chain = info.chain
     if begin < target:  # a run by gossip has no entries, nor a replay
         replay = Replay(method, info.layout)
-        for record in _records(store, begin, target):
+        for record in store.records(begin, target):
             entry = Entry.decode(record.entry)
             chain = extend_chain(chain, sha256(record.entry))
             if entry.position != state.position or chain != record.chain:
@@ -141,8 +139,3 @@ def _expect_root(store: LogStore, spec: RunSpec, state: OuterState) -> None:
             f"certified in the log, got {state.root().hex()[:12]}; this machine computes wrongly, "
             "or its disk is damaged"
         )
-
-
-def _records(store: LogStore, start: int, stop: int) -> Iterator[StoredEntry]:
-    for first in range(start, stop, PAGE):
-        yield from store.headers(first, min(PAGE, stop - first))

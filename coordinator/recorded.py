@@ -62,6 +62,8 @@ class Recording:
         self._stack = ExitStack()
         self._events = self._stack.enter_context(closing(_history(state_dir, WHOLE)))
         self._logs = {name: _past_log(self._stack, state_dir, name) for name in spec.modules}
+        self._last = spec.modules[-1]
+        self._num_rounds = self._logs[self._last].history.last_round()
 
     def at(self, position: int) -> RunStatus:
         """Return the status after a round of the last module."""
@@ -69,7 +71,10 @@ class Recording:
 
     def refresh(self) -> RunStatus:
         """Return the newest status: of a run that goes on there may be another."""
-        self.now = read(self._state_dir, newest=HISTORY).status
+        num_rounds = self._logs[self._last].history.last_round()
+        if num_rounds != self._num_rounds:  # reading all of it takes a second in a long run
+            self.now = read(self._state_dir, newest=HISTORY).status
+            self._num_rounds = num_rounds
         return self.now
 
     def close(self) -> None:

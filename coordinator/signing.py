@@ -23,10 +23,10 @@ Exceptions:
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Callable
 from pathlib import Path
 
+from atoll.coordinator.run.files import replace_private
 from atoll.optim.log.entry import Epoch, epoch_payload, root_payload
 
 SIGNED_FILE = "epoch.signed"
@@ -118,15 +118,4 @@ def read_signed(path: Path) -> tuple[int | None, int | None]:
 
 def _write(path: Path, signed: int, left: int | None) -> None:
     told = [signed] if signed == left else [signed, UNKNOWN if left is None else left]
-    partial = path.with_name(f".{path.name}.new")
-    descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-    with os.fdopen(descriptor, "wb") as file:
-        file.write(" ".join(map(str, told)).encode("ascii") + b"\n")
-        file.flush()
-        os.fsync(file.fileno())
-    partial.replace(path)
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)  # the new name must survive a loss of power too
-    finally:
-        os.close(folder)
+    replace_private(path, " ".join(map(str, told)).encode("ascii") + b"\n")

@@ -46,7 +46,7 @@ class CopiedRound:
 
 @dataclass(frozen=True)
 class SnapshotHeader:
-    """What a snapshot's object says before its leaves."""
+    """The head of a snapshot's object; the leaves follow it."""
 
     position: int
     chain: bytes

@@ -38,7 +38,7 @@ class CopyToRestore:
     """A copy that becomes a state directory."""
 
     spec: RunSpec
-    """What the coordinator shall start with; its copies go on in the same target."""
+    """The coordinator shall start with this one; its copies go on in the same target."""
     target: Target
     key: RecoveryKey
     copy: FoundCopy
@@ -77,8 +77,7 @@ class CopyToRestore:
                 f"{'; '.join(differences[:5])}; change only [coordinator], or omit {spec_file}"
             )
         told = spec.model_dump(mode="json")
-        told["coordinator"].setdefault("copies", None)
-        told["coordinator"]["copies"] = told["coordinator"]["copies"] or url
+        told["coordinator"]["copies"] = spec.coordinator.copies or url
         return cls(spec=RunSpec.from_dict(told), target=target, key=key, copy=copy)
 
     def restore(self, spec: RunSpec, state_dir: Path, say: Callable[[str], None]) -> None:

@@ -1,4 +1,4 @@
-"""What one copy consists of: a manifest names every object, with its length and SHA-256.
+"""The manifest of a copy names every object of it, with its length and SHA-256.
 
     manifest    32 bytes of authentication code, then the JSON of a `Manifest`
     latest      32 bytes of authentication code, then the name of the newest manifest
@@ -38,7 +38,7 @@ class CopiedModule:
     __pydantic_config__ = _CONFIG
 
     name: Annotated[str, Field(max_length=64)]
-    """Of the run's module; empty in a dense run."""
+    """The name of the run's module; empty in a dense run."""
     position: Count
     """The end of the copy: the position of the next entry."""
     chain: Hex

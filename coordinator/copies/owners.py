@@ -12,7 +12,6 @@ can supersede: an owner's record is authenticated under the recovery key.
 from __future__ import annotations
 
 import json
-import os
 import secrets
 import time
 from pathlib import Path
@@ -20,7 +19,7 @@ from pathlib import Path
 from atoll.coordinator.copies.manifest import LATEST, OWNER
 from atoll.coordinator.copies.sealing import MAC_BYTES, RecoveryKey
 from atoll.coordinator.copies.target import CopyDamaged, NotOurs, Superseded, Target
-from atoll.optim.log.store import sync_folder
+from atoll.coordinator.run.files import replace_private
 
 OWNER_FILE = "copies.json"
 _RECORD = "owner"
@@ -38,14 +37,7 @@ def read_owner(state_dir: Path) -> str:
 
 def keep_owner(state_dir: Path, owner: str) -> None:
     """Write a directory's owner, synced."""
-    path = state_dir / OWNER_FILE
-    partial = path.with_name(f".{path.name}.new")
-    with open(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
-        json.dump({"owner": owner}, file)
-        file.flush()
-        os.fsync(file.fileno())
-    partial.replace(path)
-    sync_folder(state_dir)
+    replace_private(state_dir / OWNER_FILE, json.dumps({"owner": owner}).encode())
 
 
 def owners(target: Target) -> list[str]:

@@ -53,7 +53,7 @@ class CopyObject:
     """An object of a copy, as its manifest names it."""
 
     what: str
-    """What it holds, which says whether it has to be written again."""
+    """Names the content: an object of the same content is not written again."""
     name: str
     """Relative to the target."""
     bytes: int

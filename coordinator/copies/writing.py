@@ -38,12 +38,11 @@ from atoll.coordinator.copies.target import CopyDamaged, CopyObject, NotOurs, Ta
 from atoll.coordinator.history import History
 from atoll.coordinator.service.server import LogFiles
 from atoll.optim.log.entry import sha256
-from atoll.optim.log.store import LogStore, NotStored, SnapshotInfo, StoredEntry
+from atoll.optim.log.store import LogStore, NotStored, SnapshotInfo
 
 MAX_FILE_BYTES = 16 << 20  # a tokenizer of 4 MiB is the largest; the log is copied by itself
 LEFT_BEHIND = frozenset({"lock", OWNER_FILE, RECOVERY_FILE})
 """Files of one directory alone."""
-PAGE = 64  # entries read at once
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -211,7 +210,7 @@ class CopyWriter:
         return self._put("snapshot", module, info.position, what, chunks)
 
     def _bodies(self, store: LogStore, module: str, start: int, stop: int) -> Iterator[CopyObject]:
-        for record in _records(store, start, stop):
+        for record in store.records(start, stop):
             if record.body_bytes:
                 what = f"body {module} {record.position} {sha256(record.entry).hex()}"
                 chunks = partial(store.body_chunks, record.position)
@@ -303,7 +302,7 @@ def small_files(state_dir: Path) -> dict[str, bytes]:
 def _reach(store: LogStore, info: SnapshotInfo) -> tuple[int, bytes]:
     """Return the position up to which the state can be computed from a snapshot, with its chain."""
     position, chain = info.position, info.chain
-    for record in _records(store, info.position, store.head.position):
+    for record in store.records(info.position, store.head.position):
         if not record.has_body:
             break
         position, chain = record.position + 1, record.chain
@@ -322,7 +321,7 @@ def _group(log: CopiedLog, start: int, stop: int) -> list[bytes]:
             record.chain,
             summaries.get(record.position, b""),
         )
-        for record in _records(log.store, start, stop)
+        for record in log.store.records(start, stop)
     ]
     return [pack_rounds(rounds)]
 
@@ -333,11 +332,6 @@ def _summaries(path: Path, start: int, stop: int) -> dict[int, bytes]:
         found = {at: history.round(at + 1) for at in range(start, stop)}
         return {at: summary.to_json() for at, summary in found.items() if summary is not None}
     return {}
-
-
-def _records(store: LogStore, start: int, stop: int) -> Iterator[StoredEntry]:
-    for first in range(start, stop, PAGE):
-        yield from store.headers(first, min(PAGE, stop - first))
 
 
 def _same(one: Manifest, other: Manifest) -> bool:

@@ -314,8 +314,6 @@ class PeerShare(StatusRecord):
     """Rounds that took its work, at least in part."""
     missed: Count = 0
     """Rounds with an update after its first one that took nothing of it."""
-    wire_bytes: Count = 0
-    """Sent, in the rounds of which it reported in time."""
 
 
 @dataclass(frozen=True, kw_only=True)

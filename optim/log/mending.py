@@ -38,6 +38,7 @@ from atoll.optim.log.entry import (
     split_body,
 )
 from atoll.optim.log.store import (
+    PAGE,
     Damaged,
     LogStore,
     NotStored,
@@ -46,8 +47,6 @@ from atoll.optim.log.store import (
     StoreError,
 )
 from atoll.optim.state.layout import LayoutError
-
-PAGE = 64  # entries read at once
 
 
 @dataclass(kw_only=True)
@@ -121,7 +120,7 @@ def _mend_entries(store: LogStore, damage: Damage) -> dict[int, bytes]:
     """Drop the entries from the first one on that breaks the chain; return all chains."""
     position, chain = store.base
     chains = {position: chain}
-    for record in _records(store):
+    for record in store.records(store.base[0], store.head.position):
         if record.position != position or not _fits(record, chain):
             break
         position, chain = position + 1, record.chain
@@ -165,7 +164,7 @@ def reads_whole(store: LogStore, position: int) -> bool:
 
 def _mend_bodies(store: LogStore, damage: Damage) -> None:
     newest = max(store.snapshot_positions(), default=0)
-    for record in _records(store):
+    for record in store.records(store.base[0], store.head.position):
         if not record.has_body or not record.body_bytes or _body_fits(store, record):
             continue
         if record.position >= newest:
@@ -216,12 +215,6 @@ def _drop_from(store: LogStore, position: int, damage: Damage) -> None:
     gone = store.rewind(position)
     first = position if damage.entries_from is None else min(damage.entries_from, position)
     damage.entries, damage.entries_from = damage.entries + gone, first
-
-
-def _records(store: LogStore) -> Iterator[StoredEntry]:
-    start, stop = store.base[0], store.head.position
-    for first in range(start, stop, PAGE):
-        yield from store.headers(first, PAGE)
 
 
 def checked_body(store: LogStore, position: int) -> Iterator[bytes]:

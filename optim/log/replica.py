@@ -96,6 +96,7 @@ from atoll.optim.log.orders import (
     read_settings,
 )
 from atoll.optim.log.store import (
+    PAGE,
     LogStore,
     NotStored,
     OutOfOrder,
@@ -377,7 +378,6 @@ LEASE_S = 15.0  # of a snapshot after a request for 8 MiB of it: what 5 Mbit/s t
 SNAPSHOT_SHARE = 0.05  # of the time, that a ledger may spend on snapshots: large ones take seconds
 DISK_ERRORS = (OSError, sqlite3.OperationalError)  # raised when a disk takes no more
 ROOTS = 16  # newest roots that a ledger compares with certified ones: several snapshots' delay
-PAGE = 64  # entries read from the disk at once
 
 
 class NotNext(ChainMismatch):

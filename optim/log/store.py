@@ -58,6 +58,7 @@ from atoll.optim.state.outer_state import (
     leaf_digest,
 )
 
+PAGE = 64  # entries read at once
 SCHEMA_VERSION = 2  # of tables and digests; in `user_version`, where 0 means a new file
 LOG_FILE = "log.sqlite"  # in the directory of a log
 CHUNK_BYTES = 1 << 20  # a row of a body: SQLite reads whole rows
@@ -632,6 +633,11 @@ class LogStore:
             rows = self._db.execute(query, (start, start + count)).fetchall()
             unwritten = set(self._unwritten)
         return [_record(row, is_unwritten=row[1] in unwritten) for row in rows]
+
+    def records(self, start: int, stop: int) -> Iterator[StoredEntry]:
+        """Yield the entries of a range, without bodies, a few at a time: others may write."""
+        for first in range(start, stop, PAGE):
+            yield from self.headers(first, min(PAGE, stop - first))
 
     def body(self, position: int) -> bytes:
         """Return the body of an entry. Raises NotStored."""

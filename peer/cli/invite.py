@@ -8,6 +8,7 @@ import re
 import sys
 import time
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -152,13 +153,15 @@ def _by_coordinator(invite: Invite, key: Path | None) -> Manage:
     """Return what asks a running coordinator, with the organiser's key."""
     from atoll.coordinator.rpc.invites import InvitesClient
     from atoll.peer.cli.organiser_key import key_in_force, viewer
-    from atoll.peer.cli.run import standing_of
+    from atoll.peer.cli.run import patiently, standing_of
 
     async def ask(issue: IssuedInvite | None, revoked: str) -> list[ListedInvite]:
         organiser = key_in_force(invite, key, (await standing_of(invite)).settings)
         client = InvitesClient(invite, viewer(invite.run_id))
         try:
-            return await client.manage(organiser.sign, issue=issue, revoke=revoked)
+            return await patiently(
+                partial(client.manage, organiser.sign, issue=issue, revoke=revoked)
+            )
         finally:
             await client.close()
 

@@ -147,7 +147,7 @@ async def looking_back(run: "Invite | Path") -> "AsyncIterator[RunArchive]":
 
 
 class _RecordedRun:
-    """A directory as an `RunArchive`."""
+    """A directory as a `RunArchive`."""
 
     def __init__(self, recording: "Recording") -> None:
         self._recording = recording
@@ -160,7 +160,7 @@ class _RecordedRun:
 
 
 class _AskedRun:
-    """A coordinator as an `RunArchive`."""
+    """A coordinator as a `RunArchive`."""
 
     def __init__(self, client: "StatusClient") -> None:
         self._client = client

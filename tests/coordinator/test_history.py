@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sqlite3
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +11,7 @@ import pytest
 
 from atoll.coordinator.history import EventLog, History
 from atoll.coordinator.presence import Presence
-from atoll.coordinator.run.status import PeerStatus
+from atoll.coordinator.run.status import Event, PeerStatus
 
 NOW_S = 10_000.0
 
@@ -32,6 +34,16 @@ def test_events_that_arrive_late_stand_where_they_belong(desk: Any) -> None:
     events.add("warning", "a", "no quorum", at_s=NOW_S - 60)
     events.add("warning", "b", "no quorum", at_s=NOW_S - 30)
     assert [event.source for event in events.newest()] == ["a", "b", "coordinator"]
+
+
+def test_a_damaged_event_hides_no_other_one(tmp_path: Path) -> None:
+    history = History(tmp_path / "history.db")
+    for at_s in (1.0, 2.0, 3.0):
+        history.add_event(Event(at=at_s, level="info", source="a", text=f"at {at_s}"))
+    with closing(sqlite3.connect(tmp_path / "history.db")) as db, db:
+        db.execute("UPDATE events SET record = ? WHERE id = 2", (b'{"at": \xff',))
+    assert [event.at for event in history.events(9)] == [1.0, 3.0]
+    assert [event.at for event in history.events(9, until_s=2.5)] == [1.0]
 
 
 def test_a_peer_that_joins_again_after_a_reboot_is_logged_once(desk: Any) -> None:

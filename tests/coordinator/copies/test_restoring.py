@@ -18,6 +18,7 @@ from atoll.coordinator.copies.sealing import RecoveryKey
 from atoll.coordinator.copies.target import CopiesError, NotOurs, Superseded, Target
 from atoll.coordinator.gossip import ModelKeeper
 from atoll.coordinator.heads import PeerHead
+from atoll.coordinator.kept_log import KeptLog
 from atoll.coordinator.run.spec import RunSpec
 from atoll.coordinator.service.server import MANY_EPOCHS
 from atoll.coordinator.signing import EpochSigner, read_signed
@@ -129,6 +130,16 @@ async def looked(up: Net, seconds: float) -> None:
         at_s += 10.0
 
 
+def head_of(log: KeptLog) -> dict[str, Any]:
+    """The answer of a peer that stands where the copy does."""
+    return {
+        "epoch": 0,
+        "position": ROUNDS,
+        "chain": log.head().chain,
+        "epoch_record": log.replica.epoch_record,
+    }
+
+
 def test_strangers_do_not_prove_that_nothing_was_decided_since(past: Run) -> None:
     """New peers know what the restored coordinator gave them; the old ones may go on elsewhere."""
     place, strangers = copied(past), Swarm()
@@ -136,13 +147,7 @@ def test_strangers_do_not_prove_that_nothing_was_decided_since(past: Run) -> Non
     async def main() -> None:
         async with net(place, past.swarm) as up:
             log = up.up.coordinator.log
-            head = {
-                "epoch": 0,
-                "position": ROUNDS,
-                "chain": log.head().chain,
-                "epoch_record": log.replica.epoch_record,
-            }
-            await answers_with(up, strangers, head)
+            await answers_with(up, strangers, head_of(log))
             await looked(up, 3600.0)
             assert log._epochs.lacks_epochs and log.head().epoch == 0
             assert "No epoch opens until peers" in up.up.coordinator.status().events[-1].text
@@ -156,13 +161,7 @@ def test_old_peers_tell_the_epoch_and_then_one_opens(past: Run) -> None:
     async def main() -> None:
         async with net(place, past.swarm) as up:
             log = up.up.coordinator.log
-            head = {
-                "epoch": 0,
-                "position": ROUNDS,
-                "chain": log.head().chain,
-                "epoch_record": log.replica.epoch_record,
-            }
-            await answers_with(up, past.swarm, head)
+            await answers_with(up, past.swarm, head_of(log))
             await looked(up, epochs.LEARN_S - 10.0)
             assert log._epochs.lacks_epochs
             await looked(up, epochs.LEARN_S + 200.0)
@@ -210,13 +209,7 @@ def test_after_all_peers_died_only_the_organiser_gives_up_what_they_held(past: R
     async def main() -> None:
         async with net(place, past.swarm, accept_loss=True) as up:
             log = up.up.coordinator.log
-            head = {
-                "epoch": 0,
-                "position": ROUNDS,
-                "chain": log.head().chain,
-                "epoch_record": log.replica.epoch_record,
-            }
-            await answers_with(up, newcomers, head)
+            await answers_with(up, newcomers, head_of(log))
             await looked(up, 300.0)
             assert log.head().epoch > MANY_EPOCHS
             assert {e.peer_id for e in log.replica.electorate} == {

@@ -20,6 +20,7 @@ from atoll.coordinator.rpc.channel import StatusClient
 from atoll.coordinator.rpc.client import CoordinatorClient
 from atoll.coordinator.rpc.client_errors import (
     BadReply,
+    Busy,
     CoordinatorRefused,
     Invalid,
     NotThere,
@@ -210,6 +211,20 @@ def test_entries_are_followed_and_served(kit: Any, tmp_path: Path) -> None:
             assert (early.position, early.tokens_total) == (3, 900)
             assert early.history == status.history[:3]
             assert sum(given.rounds for given in early.contributions) > 0
+
+    kit.run(main())
+
+
+def test_few_look_at_earlier_rounds_at_once(
+    kit: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def main() -> None:
+        async with kit.net(tmp_path / "run") as net:
+            one, _, _ = await net.started()
+            monkeypatch.setattr("atoll.coordinator.service.service.MAX_LOOKING_BACK", 0)
+            with pytest.raises(Busy, match="too many look at earlier rounds"):
+                await one.status(after=1)
+            assert (await one.status()).position == 0
 
     kit.run(main())
 

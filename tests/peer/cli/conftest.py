@@ -4,6 +4,7 @@ import types
 
 import pytest
 
+from atoll.coordinator.run.keys import RunKeys
 from atoll.peer.cli import main as cli
 from support.organiser import Organiser, tiny_spec
 
@@ -31,3 +32,13 @@ def invite(tmp_path_factory):
     organiser.start()
     yield organiser.invite
     organiser.stop()
+
+
+@pytest.fixture
+def key(invite, tmp_path_factory):
+    """The directory of the coordinator that waits, which holds the run's key."""
+    return next(
+        path.parent
+        for path in tmp_path_factory.getbasetemp().glob("coordinator*/state/keys.json")
+        if RunKeys.load_or_create(path).run_public_key == invite.run_key
+    )

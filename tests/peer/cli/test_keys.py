@@ -8,16 +8,6 @@ from atoll.coordinator.run.invite import Invite
 from atoll.coordinator.run.keys import RunKeys
 
 
-@pytest.fixture
-def key(invite, tmp_path_factory):
-    """The directory of the coordinator that waits, which holds the run's key."""
-    return next(
-        path.parent
-        for path in tmp_path_factory.getbasetemp().glob("coordinator*/state/keys.json")
-        if RunKeys.load_or_create(path).run_public_key == invite.run_key
-    )
-
-
 def test_invites_are_made_listed_and_revoked_from_elsewhere(atoll, invite, key):
     by = (invite, "--key", key)
     done = atoll("invite", *by, "--role", "observer", "--uses", 1, "--expires", "7d", "--json")

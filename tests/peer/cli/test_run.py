@@ -17,16 +17,6 @@ from atoll.peer.cli import run as run_command
 from support.status import make_status
 
 
-@pytest.fixture
-def key(invite, tmp_path_factory):
-    """The directory of the coordinator that waits, which holds the run's key."""
-    return next(
-        path.parent
-        for path in tmp_path_factory.getbasetemp().glob("coordinator*/state/keys.json")
-        if RunKeys.load_or_create(path).run_public_key == invite.run_key
-    )
-
-
 def test_an_order_waits_until_peers_decide_it(atoll, invite, key):
     done = atoll("run", "set", invite, "inner_steps=7", "outer_lr=0.5", "--key", key, "--wait", 0)
     assert done.code == 0

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from atoll.coordinator.rpc.client import Beat, Joined
-from atoll.coordinator.rpc.client_errors import CoordinatorError, CoordinatorUnreachable
+from atoll.coordinator.rpc.client_errors import CoordinatorError, CoordinatorUnreachable, Evicted
 from atoll.dht.identity import short
 from atoll.dht.roster import PeerRecord
 from atoll.dht.tasks import together
@@ -316,6 +316,8 @@ class StateSearch:
         """Return the newest state that the coordinator has: the first, or the model of a peer."""
         try:
             state = await self._env.fetch_state(self._memory_numel)
+        except Evicted:
+            raise
         except (CoordinatorError, StateError) as error:
             self._env.report("warning", f"no state from the coordinator yet: {error}")
             return None

@@ -19,7 +19,7 @@ from functools import partial
 
 from atoll.coordinator.policies import STALL_S
 from atoll.coordinator.rpc.client import Beat, Joined
-from atoll.coordinator.rpc.client_errors import CoordinatorError
+from atoll.coordinator.rpc.client_errors import CoordinatorError, Evicted
 from atoll.coordinator.run.levels import Level
 from atoll.coordinator.run.phases import RoundPhase
 from atoll.coordinator.run.spec import RunSpec
@@ -324,6 +324,8 @@ class LogRun:
         """Put the first state in place, if the coordinator gives it."""
         try:
             state = await self._genesis()
+        except Evicted:
+            raise
         except (CoordinatorError, StateError) as error:
             self._catching_up.report_waiting(f"no first state from the coordinator yet: {error}")
             return

@@ -30,8 +30,8 @@ from typing import Protocol
 
 import torch
 
-from atoll.coordinator.rpc.client import CoordinatorClient, Joined
-from atoll.coordinator.rpc.client_errors import CoordinatorError
+from atoll.coordinator.rpc.client import CoordinatorClient, FetchedSnapshot, Joined
+from atoll.coordinator.rpc.client_errors import CoordinatorError, Evicted, NotWelcome
 from atoll.coordinator.run.invite import Invite
 from atoll.coordinator.run.levels import Level
 from atoll.coordinator.run.phases import OnPhase
@@ -157,7 +157,7 @@ class Environment:
             CoordinatorError: it is not there.
             StateError: what it sends is not that state.
         """
-        info = await self.client.fetch_snapshot(position)
+        info = await self._fetch_snapshot(position)
         if position is None:
             position = info.position
         assembly = Assembly(
@@ -172,6 +172,16 @@ class Environment:
             await self.compute(assembly.add, index, leaf)
         state: OuterState = await self.compute(assembly.finish)
         return state
+
+    async def _fetch_snapshot(self, position: int | None) -> FetchedSnapshot:
+        """Join again if the session ended: a peer may wait for its first state for hours."""
+        try:
+            return await self.client.fetch_snapshot(position)
+        except Evicted:
+            raise
+        except NotWelcome:
+            await self.join_again()
+            return await self.client.fetch_snapshot(position)
 
 
 class RunKind(Protocol):

@@ -50,7 +50,9 @@ KEPT_ROUND_TRIPS = 8  # of a peer, of which the least counts: routes change
 # Of bytes that may be unconfirmed on any link: one message of the fastest size on libp2p streams
 # (256 KiB), so that a low estimate can still rise.
 MIN_IN_FLIGHT_BYTES = 1 << 18
-# Passes of a pipeline flow without an end, so their rate is read all the time.
+# Passes of a pipeline flow without an end, so their rate is read all the time. Less of them may be
+# on the way: a pass is a chain of hops, and each hop waits for the queue of its link.
+FLOW_QUEUE_S, MIN_FLOW_IN_FLIGHT_BYTES = 0.15, 3 << 16
 FLOW_S = 4.0  # of a reading: long enough that bursts of confirmations make a few percent
 FLOW_SHARE = 0.95  # of what was found: full queues drop packets, and each connection slows down
 # Of so many readings the second highest counts. Where receivers' links hold passes up, readings lie
@@ -264,19 +266,31 @@ class _QueuedSend:
     granted: asyncio.Future[None] = field(compare=False)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """How much may be unconfirmed beside what is under way for a round trip."""
+
+    least_bytes: int = MIN_IN_FLIGHT_BYTES
+    queue_s: float = QUEUE_S
+
+
+FLOW_LIMITS = Limits(least_bytes=MIN_FLOW_IN_FLIGHT_BYTES, queue_s=FLOW_QUEUE_S)
+
+
 class Pacer:
     """Grants turns to send, at most so many bytes a second. Belongs to one event loop."""
 
     def __init__(self) -> None:
         """Not paced until `rate_mbit_s` is set."""
         self.rate_mbit_s: float | None = None
+        self.limits = Limits()
         self._turns: list[_QueuedSend] = []
         self._numbers = count()
         self._free_at_s = 0.0
         self._granted = False
         self._in_flight = 0.0
         self._is_read = True
-        self._limit = float(MIN_IN_FLIGHT_BYTES)
+        self._limit = float(self.limits.least_bytes)
         self._silent_s = 0.0
         self._confirmed = 0
         """bytes in this time"""
@@ -305,7 +319,7 @@ class Pacer:
         self._in_flight = max(0.0, self._in_flight - num_bytes) * (1 - LOST_SHARE)
         bytes_s = max((self.rate_mbit_s or 0.0) / BITS, num_bytes / max(seconds, 1e-3))
         way_s = ROUND_TRIP_S if self.round_trip_s is None else self.round_trip_s
-        self._limit = max(MIN_IN_FLIGHT_BYTES, (way_s + QUEUE_S) * bytes_s)
+        self._limit = max(self.limits.least_bytes, (way_s + self.limits.queue_s) * bytes_s)
         is_lost = self._is_lost(num_bytes, seconds)
         if is_lost:
             self._in_flight = 0.0
@@ -319,7 +333,7 @@ class Pacer:
         self._confirmed += num_bytes
         is_alive = self._confirmed >= LIVE_SHARE * self._in_flight
         way_s = MAX_ROUND_TRIP_S if self.round_trip_s is None else self.round_trip_s
-        is_lost = not is_alive and self._silent_s > way_s + QUEUE_S
+        is_lost = not is_alive and self._silent_s > way_s + self.limits.queue_s
         if is_alive or is_lost:
             self._silent_s, self._confirmed = 0.0, 0
         return is_lost
@@ -334,7 +348,7 @@ class Pacer:
             confirmed: bytes since the last call of `confirm`.
         """
         granted, self._granted = self._granted, False
-        waits = self._in_flight - confirmed >= MIN_IN_FLIGHT_BYTES / 2
+        waits = self._in_flight - confirmed >= self.limits.least_bytes / 2
         return bool(self._turns) or (granted and waits and self.rate_mbit_s is None)
 
     def turn(self, num_bytes: int, order: Order) -> asyncio.Future[None]:
@@ -474,13 +488,13 @@ class Link:
         Passes of a pipeline leave all the time. Where their receivers' links hold them up, less is
         read than the uplink carries; that lowers no pace before it has lasted for half a minute.
         """
-        self._is_attended = True
+        self._is_attended, self.pacer.limits = True, FLOW_LIMITS
         self._flow, self._flowing = FlowEstimate(), []
         self._begin_reading(transport)
         try:
             await asyncio.Event().wait()
         finally:
-            self._is_attended = False
+            self._is_attended, self.pacer.limits = False, Limits()
             self._set_pace()
             self._end_reading()
 

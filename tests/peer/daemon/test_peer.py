@@ -9,7 +9,6 @@ import pytest
 from atoll.coordinator.rpc.client import FetchedSnapshot
 from atoll.coordinator.rpc.client_errors import Evicted, NotWelcome
 from atoll.optim.log.entry import Elector
-from atoll.optim.state.outer_state import leaf_digest
 from support.environment import GENESIS, LAYOUT, environment
 
 NO_SESSION = NotWelcome(grpc.StatusCode.UNAUTHENTICATED, "no current session; join first")
@@ -35,14 +34,14 @@ class Coordinator:
             position=0,
             chain=bytes(32),
             root=GENESIS.root(),
-            leaf_digests=tuple(map(leaf_digest, GENESIS.leaves())),
+            leaf_digests=tuple(GENESIS.leaves()),
             layout=LAYOUT,
             first_body=0,
         )
 
     async def fetch_leaves(self, position):
-        for numbered in enumerate(GENESIS.leaves()):
-            yield numbered
+        for index in range(len(GENESIS.leaves())):
+            yield index, bytes(GENESIS.leaf(index))
 
 
 def fetch_from(client):

@@ -28,6 +28,7 @@ from pipeline_learning import spread
 from atoll.coordinator.run.spec import RunSpec
 from atoll.dht.testing.wan import Behind, WanLab, WanLink
 from atoll.optim.log.entry import Entry
+from atoll.optim.log.replica import log_folder
 from atoll.optim.log.store import LOG_FILE
 from atoll.peer.training.bits import held_out, measure
 from atoll.peer.training.devices import Device
@@ -55,6 +56,7 @@ SLOW_RATE, SLOW_DELAY_MS, SLOW_LOSS = 0.1, 100.0, 0.01
 MEMORY_EVERY_S = 5.0
 EVAL_TOKENS = 32_768
 GONE_S = 10.0  # in which everything that a killed or ended process started has to end
+CACHE = "torchinductor_"  # torch makes it as it is imported, and keeps it for the next program
 LEAST_ROUNDS = 3  # of a checkpoint that is evaluated: before, the loss says little
 
 
@@ -373,9 +375,10 @@ def finish(case: Chaos, within: Span) -> Seen:
     case.stop()
     for host in range(case.peers + 1):
         case.expect_nothing_left(host)
-    tokens = tokens_at(case.folder / "state" / LOG_FILE)
+    tokens = tokens_at(case.folder / "state" / log_folder("") / LOG_FILE)
     decided = sorted(case.decided_at_s().items())
     files = [path.name for path in (case.folder / "tmp").iterdir()]
+    files = [name for name in files if not name.startswith(CACHE)]
     return Seen(
         within=within,
         lives=case.lives(until_s),

@@ -18,9 +18,9 @@ from dataclasses import astuple, dataclass
 from typing import Any
 
 import msgpack
-import zstandard
 
 from atoll.coordinator.copies.target import CopyDamaged
+from atoll.coordinator.run.frames import compress, decompress
 from atoll.optim.log.store import SnapshotFile, SnapshotInfo
 from atoll.optim.state.layout import Layout
 from atoll.optim.state.outer_state import DIGEST_BYTES
@@ -156,7 +156,7 @@ def in_pieces(chunks: Iterator[bytes], length: int) -> Iterator[bytes]:
 
 
 def _packed(rows: Sequence[Sequence[Any]]) -> bytes:
-    return zstandard.ZstdCompressor().compress(packed(rows))
+    return compress(packed(rows))
 
 
 def packed(value: object) -> bytes:
@@ -167,12 +167,8 @@ def packed(value: object) -> bytes:
 
 def _unpacked(data: bytes, name: str) -> list[Any]:
     try:
-        parameters = zstandard.get_frame_parameters(data)
-        if parameters.content_size > MAX_GROUP_BYTES:  # unknown sizes are larger than all
-            raise _malformed(name)
-        raw = zstandard.ZstdDecompressor().decompress(data)
-        rows = msgpack.unpackb(raw)
-    except (ValueError, zstandard.ZstdError, msgpack.UnpackException):
+        rows = msgpack.unpackb(decompress(data, most_bytes=MAX_GROUP_BYTES))
+    except (ValueError, msgpack.UnpackException):
         raise _malformed(name) from None
     if not isinstance(rows, list):
         raise _malformed(name)

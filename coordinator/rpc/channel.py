@@ -25,10 +25,16 @@ from atoll.coordinator.rpc.client_errors import (
     WrongRunOrVersion,
     from_grpc,
 )
-from atoll.coordinator.rpc.messages import CALL_TIMEOUT_S, METHODS, PROGRESS_TIMEOUT_S
+from atoll.coordinator.rpc.messages import (
+    CALL_TIMEOUT_S,
+    MAX_REPLY_BYTES,
+    METHODS,
+    PROGRESS_TIMEOUT_S,
+)
 from atoll.coordinator.rpc.tls import pinned_channel
+from atoll.coordinator.run.frames import decompress
 from atoll.coordinator.run.invite import Invite
-from atoll.coordinator.run.status import RunStatus, StatusError
+from atoll.coordinator.run.status import RunStatus
 
 T = TypeVar("T")
 
@@ -62,8 +68,9 @@ class StatusClient:
         )
         reply = await self._call("Status", request)
         try:
-            status = RunStatus.from_json(reply.status)
-        except StatusError as error:
+            raw = decompress(reply.packed, most_bytes=MAX_REPLY_BYTES)
+            status = RunStatus.from_json(raw)
+        except ValueError as error:
             raise BadReply(f"{error}; use the organiser's version of Atoll") from None
         self._expect_run(status.run_id)
         return status

@@ -309,10 +309,10 @@ class StatusRequest(_message.Message):
     def __init__(self, token: _Optional[bytes] = ..., module: _Optional[str] = ..., viewer: _Optional[bytes] = ..., after: _Optional[int] = ...) -> None: ...
 
 class StatusReply(_message.Message):
-    __slots__ = ("status",)
-    STATUS_FIELD_NUMBER: _ClassVar[int]
-    status: bytes
-    def __init__(self, status: _Optional[bytes] = ...) -> None: ...
+    __slots__ = ("packed",)
+    PACKED_FIELD_NUMBER: _ClassVar[int]
+    packed: bytes
+    def __init__(self, packed: _Optional[bytes] = ...) -> None: ...
 
 class OrderRequest(_message.Message):
     __slots__ = ("token", "order", "viewer")

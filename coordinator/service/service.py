@@ -42,6 +42,7 @@ from atoll.coordinator.rpc.messages import (
 from atoll.coordinator.run.invite_request import MAX_REQUEST_BYTES
 from atoll.coordinator.run.status import Event, PeerStatus, RoundReport, RunStatus, StatusError
 from atoll.coordinator.service.places import CallPlaces
+from atoll.coordinator.service.status_pages import StatusPages, pack
 from atoll.coordinator.service.watching import PortsWatch
 from atoll.optim.log.entry import MAX_ORDER, Claim, Entry
 from atoll.optim.log.mending import checked_body
@@ -82,6 +83,7 @@ class Service:
         self._looking_back = asyncio.Lock()
         self._num_looking_back = 0
         self._calls = CallLimits()
+        self._pages = StatusPages(coordinator.status)
         self._unbegun = CallPlaces(of_one=UNBEGUN_OF_ONE, total=MAX_UNBEGUN)
         self._fetches = CallPlaces(of_one=FETCHES_OF_ONE, total=MAX_FETCHES)
 
@@ -405,10 +407,11 @@ class Service:
     async def _status(self, request: pb.StatusRequest, call: _Call) -> pb.StatusReply:
         self._pace(call)
         self._run.admission.expect_token(request.token, request.viewer)
+        if not request.after:
+            return pb.StatusReply(packed=await self._pages.page(request.module))
         status = self._run.status(request.module)
-        if request.after:
-            status = await self._status_after(status, request.after)
-        return pb.StatusReply(status=status.to_json())
+        earlier = await self._status_after(status, request.after)
+        return pb.StatusReply(packed=await asyncio.to_thread(pack, earlier))
 
     async def _status_after(self, now: RunStatus, position: int) -> RunStatus:
         """Read an earlier status: it takes tens of milliseconds, so one at a time."""

@@ -1,0 +1,67 @@
+"""One status for everybody who watches."""
+
+import asyncio
+
+import pytest
+
+from atoll.coordinator.admission_control import Refusal, RefusalStatus
+from atoll.coordinator.run.frames import decompress
+from atoll.coordinator.run.status import RunStatus
+from atoll.coordinator.service.status_pages import MAX_AGE_S, StatusPages
+from support.status import make_status
+
+MAKES_S = 0.03
+
+
+class Making:
+    """A run whose status takes a while to make, by a clock of its own."""
+
+    def __init__(self, takes_s: float) -> None:
+        self.takes_s, self.now_s, self.made = takes_s, 0.0, list[str]()
+        self.pages = StatusPages(self._make, clock=lambda: self.now_s)
+
+    def _make(self, module: str) -> RunStatus:
+        if module == "none":
+            raise Refusal(RefusalStatus.INVALID_ARGUMENT, "no such module")
+        self.made.append(module)
+        self.now_s += self.takes_s
+        return make_status(position=len(self.made))
+
+    async def position(self, module: str = "") -> int:
+        packed = await self.pages.page(module)
+        return RunStatus.from_json(decompress(packed, most_bytes=1 << 20)).position
+
+
+def test_watchers_of_one_moment_get_one_status() -> None:
+    async def main() -> tuple[set[int], int]:
+        run = Making(MAKES_S)
+        found = await asyncio.gather(*(run.position() for _ in range(50)))
+        return set(found), len(run.made)
+
+    assert asyncio.run(main()) == ({1}, 1)
+
+
+@pytest.mark.parametrize(("takes_s", "fresh_s"), [(MAKES_S, 10 * MAKES_S), (5.0, MAX_AGE_S)])
+def test_making_takes_a_tenth_of_the_time_and_none_is_old(takes_s: float, fresh_s: float) -> None:
+    async def main() -> list[int]:
+        run = Making(takes_s)
+        found = [await run.position()]
+        run.now_s += 0.99 * fresh_s
+        found.append(await run.position())
+        run.now_s += 0.02 * fresh_s
+        found.append(await run.position())
+        return found
+
+    assert asyncio.run(main()) == [1, 1, 2]
+
+
+def test_modules_have_pages_of_their_own_and_unknown_ones_none() -> None:
+    async def main() -> list[str]:
+        run = Making(MAKES_S)
+        for module in ("a", "b", "a"):
+            await run.position(module)
+        with pytest.raises(Refusal):
+            await run.position("none")
+        return run.made
+
+    assert asyncio.run(main()) == ["a", "b"]

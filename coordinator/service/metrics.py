@@ -132,6 +132,12 @@ class Metrics(PeerMetrics):
         for gauge in self._copies.values():
             gauge.set(float("nan"))  # none are kept, as far as is known
         self._alive = Gauge("atoll_run_peers", "Peers online.", registry=registry)
+        self._state = Gauge(
+            "atoll_run_state",
+            "1 for the run's state: waiting, training, paused, stalled or finished.",
+            ["state"],
+            registry=registry,
+        )
 
     def update(self, status: RunStatus) -> None:
         """Set the gauges to this status."""
@@ -147,4 +153,6 @@ class Metrics(PeerMetrics):
             ):
                 self._copies[name].set(value)
         self._alive.set(sum(peer.state not in ("left", "gone") for peer in status.peers))
+        self._state.clear()
+        self._state.labels(status.state).set(1)
         self.set_peers(status.peers)

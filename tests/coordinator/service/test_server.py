@@ -382,6 +382,7 @@ def test_metrics(kit: Any, tmp_path: Path) -> None:
             address = f"http://127.0.0.1:{port}/metrics"
             read = await asyncio.to_thread(lambda: urllib.request.urlopen(address).read())
             assert b"atoll_run_peers 3.0" in read and b"atoll_peer_last_seen_s{" in read
+            assert len(re.findall(rb'atoll_run_state\{state="\w+"\} 1.0', read)) == 1
             assert re.search(rb'atoll_peer_time_share\{peer_id=".*",use="train"\} 0.75', read)
 
     kit.run(main())

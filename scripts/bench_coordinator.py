@@ -6,10 +6,11 @@
     ./scripts/bench coordinator --save           also write docs/benchmarks/coordinator.md and .json
     ./scripts/bench coordinator --json           the result as JSON on the last line
 
-A real `atoll coordinator`, and clients on 40 hosts of `WanLab`, as no address may call too often.
-Peers report as often as the coordinator asks for, and each watcher asks for the status once a
-second, as the dashboard does. No peer trains, and the run has not begun. First peers alone, then
-with the watchers. All share the cores of this machine: latencies are no better than these are free.
+A real `atoll coordinator`, and clients in four processes that call from 40 addresses, as no address
+may call too often: all in one network namespace, without delay. Peers report as often as the
+coordinator asks for, and each watcher asks for the status once a second, as the dashboard does. No
+peer trains, and the run has not begun. First peers alone, then with the watchers. All share the
+cores of this machine.
 """
 
 import argparse
@@ -23,23 +24,24 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import psutil
 from bench_allreduce import lab_is_possible
 from bench_nat import Case, progress, wait_until
 from circumstances import circumstances
+from coordinator_load import CONNECTING_S
 
 from atoll.coordinator.run.spec import RunSpec
-from atoll.dht.testing.wan import WanLab, WanLink
+from atoll.dht.testing.wan import sh
 
 ROOT = Path(__file__).resolve().parent.parent
 LOAD = ROOT / "scripts" / "coordinator_load.py"
 SAVED = ROOT / "docs" / "benchmarks" / "coordinator.json"
 PAGE = ROOT / "docs" / "benchmarks" / "coordinator.md"
 MARKS = ("<!-- rows of coordinator.json -->", "<!-- end of rows -->")
-HOSTS = 40
-LINK = WanLink(up=1000.0, down=1000.0, delay_ms=5.0)
+ADDRESSES, PROCESSES = 40, 4
+PORT = 7700
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,8 +66,35 @@ class Row:
     """resident, of both, at the end"""
 
 
+class Loopback:
+    """A network namespace in which what calls 127.0.1.N comes from 127.0.2.N."""
+
+    def __enter__(self) -> Self:
+        self.name = f"load{os.getpid() % 100000}"
+        sh("ip", "netns", "add", self.name)
+        sh("ip", "-n", self.name, "link", "set", "lo", "up")
+        for number in range(1, ADDRESSES + 1):
+            there, source = f"127.0.1.{number}/32", f"127.0.2.{number}"
+            way = ("local", there, "dev", "lo", "src", source, "table", "local")
+            sh("ip", "-n", self.name, "route", "add", *way)
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        sh("ip", "netns", "del", self.name)
+
+    def popen(
+        self,
+        host: int,
+        args: Sequence[str],
+        **options: Any,
+    ) -> "subprocess.Popen[Any]":
+        """Start a program; there is one host."""
+        del host
+        return subprocess.Popen(["ip", "netns", "exec", self.name, *args], **options)
+
+
 class Loaded(Case):
-    """A coordinator on host 0, and clients on the others."""
+    """A coordinator and its clients."""
 
     def begin(self) -> None:
         """Start a run that waits for more peers than there are."""
@@ -76,7 +105,7 @@ class Loaded(Case):
                 "run": {"name": "load"},
                 "data": {"source": str(text)},
                 "round": {"min_peers": 4096},
-                "coordinator": {"advertise": self.lab.ip(0)},
+                "coordinator": {"listen": f"0.0.0.0:{PORT}", "advertise": "127.0.0.1"},
             }
         )
         self.start_coordinator(spec)
@@ -84,8 +113,8 @@ class Loaded(Case):
     def load(self, peers: int, watchers: int, seconds: float) -> Row:
         """Let clients call for some seconds."""
         clients = [
-            self._client(host, share(peers, host), share(watchers, host), seconds)
-            for host in range(1, HOSTS + 1)
+            self._client(number, share(peers, number), share(watchers, number), seconds)
+            for number in range(PROCESSES)
         ]
         for client in clients:
             if (client.stdout.readline() if client.stdout else "") != "joined\n":
@@ -96,6 +125,7 @@ class Loaded(Case):
             assert client.stdin is not None
             client.stdin.write("go\n")
             client.stdin.flush()
+        time.sleep(CONNECTING_S)
         began_s, cpu_s = time.monotonic(), sum(map(cpu_seconds, tree))
         told = [json.loads(client.stdout.readline()) for client in clients if client.stdout]
         cores = (sum(map(cpu_seconds, tree)) - cpu_s) / (time.monotonic() - began_s)
@@ -105,12 +135,14 @@ class Loaded(Case):
         return row_of(peers, watchers, seconds, told, cores, memory)
 
     def _client(
-        self, host: int, peers: int, watchers: int, seconds: float
+        self, number: int, peers: int, watchers: int, seconds: float
     ) -> "subprocess.Popen[str]":
+        own = range(1 + number, ADDRESSES + 1, PROCESSES)
         words = [sys.executable, LOAD, self.invite, peers, watchers, seconds]
-        with (self.folder / f"client-{host}.log").open("a") as log:
+        words += [f"127.0.1.{each}:{PORT}" for each in own]
+        with (self.folder / f"client-{number}.log").open("a") as log:
             return self.lab.popen(
-                host,
+                0,
                 [str(word) for word in words],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
@@ -124,9 +156,9 @@ class Loaded(Case):
         return [main, *main.children(recursive=True)]
 
 
-def share(total: int, host: int) -> int:
-    """Return how many of some clients are on a host, from 1 on."""
-    return total // HOSTS + (host <= total % HOSTS)
+def share(total: int, number: int) -> int:
+    """Return how many of some clients are in a process, from 0 on."""
+    return total // PROCESSES + (number < total % PROCESSES)
 
 
 def cpu_seconds(process: psutil.Process) -> float:
@@ -188,8 +220,7 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
 
 def measure(options: argparse.Namespace) -> list[Row]:
     """Measure without watchers, and with them."""
-    links = [LINK] * (HOSTS + 1)
-    with tempfile.TemporaryDirectory(prefix="load-") as folder, WanLab(links) as lab:
+    with tempfile.TemporaryDirectory(prefix="load-") as folder, Loopback() as lab:
         with Loaded(lab=lab, folder=Path(folder)) as case:
             case.begin()
             wait_until(lambda: bool(case.status()), 60, case.words)

@@ -19,7 +19,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -103,11 +103,13 @@ class Row:
 def spec_of(case: Case, size: Size) -> RunSpec:
     """Write the model into the case's folder; return the run."""
     case.write_model(size.step_wait_s, "nano", size.sizes)
+    text = case.folder / "text.txt"
+    text.write_text("A newcomer takes the state from those that train. " * 20_000)
     return RunSpec.from_dict(
         {
             "run": {"name": "recovery"},
             "model": {"custom": CUSTOM},
-            "data": {"source": "stdlib", "seq_len": 16},
+            "data": {"source": str(text), "seq_len": 16},
             "inner": {"batch_size": 1, "warmup_steps": 2},
             "outer": {"inner_steps": size.inner_steps},
             "round": {"min_peers": DONORS, "snapshot_every": 2},
@@ -125,17 +127,28 @@ def measure(name: str, size: Size) -> Row:
             case.start_coordinator(spec_of(case, size))
             for host in range(1, newcomer):
                 case.start_peer(host)
-            wait_until(lambda: case.position() >= ROUNDS_BEFORE, JOINED_S, case.words)
+
+            def until(holds: Callable[[], bool]) -> None:
+                wait_until(lambda: holds() or ended(case), JOINED_S, case.words)
+                if ended(case):
+                    raise RuntimeError(f"a process ended\n{case.words()}")
+
+            until(lambda: case.position() >= ROUNDS_BEFORE)
             progress(f"{name}: {DONORS} peers train; a newcomer starts")
             before_bytes, began_s = lab.received[newcomer], time.time()
             case.start_peer(newcomer)
             log = case.folder / f"peer-{newcomer}.log"
-            wait_until(lambda: bool(_at(log, "ready")), JOINED_S, case.words)
+            until(lambda: bool(_at(log, "ready")))
             received_bytes = lab.received[newcomer] - before_bytes
             progress(f"{name}: it trains after {_at(log, 'ready')[0] - began_s:.1f} s")
-            wait_until(lambda: bool(counted_s(log)), JOINED_S, case.words)
+            until(lambda: bool(counted_s(log)))
             decided = sorted(committed_at_s(case.folder / "peer-1.log").values())
             return row_of(name, size, log, began_s, decided, received_bytes)
+
+
+def ended(case: Case) -> bool:
+    """Return whether a process of the run is over, which none should be."""
+    return any(child.poll() is not None for child in case.children.values())
 
 
 def row_of(

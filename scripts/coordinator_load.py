@@ -1,11 +1,13 @@
 #!/usr/bin/env python3
-"""Peers and watchers of one host, for `bench_coordinator.py`: only their calls are real.
+"""Peers and watchers of some addresses, for `bench_coordinator.py`: only their calls are real.
 
-    coordinator_load.py INVITE PEERS WATCHERS SECONDS
+    coordinator_load.py INVITE PEERS WATCHERS SECONDS ADDRESS...
 
-Joins with as many peers, prints a line, and waits for a line on stdin. Then each peer reports as
-often as the coordinator asks for, each watcher asks for the status once a second, and after so many
-seconds a line of JSON tells how long each call took, and what failed.
+Each client reaches the coordinator by one of the addresses, in turn. They join with as many peers,
+print a line, and wait for a line on stdin. Then each peer reports as often as the coordinator asks
+for, each watcher asks for the status once a second, and after so many seconds a line of JSON tells
+how long each call took, and what failed. Calls of the first seconds, in which all connect, are made
+but do not count.
 """
 
 import asyncio
@@ -13,6 +15,7 @@ import json
 import random
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from atoll.coordinator.rpc.channel import StatusClient, stub
@@ -26,17 +29,30 @@ from atoll.peer.cli.watching import read_invite
 from support.status import make_peer
 
 WATCH_S = 1.0  # as the dashboard does
-JOIN_APART_S = 0.2  # two calls each: within what one address may make
+JOIN_APART_S = 0.02
 JOIN_TRIES = 30
+CONNECTING_S = 10.0
 
 
 @dataclass(kw_only=True)
 class Calls:
     """How calls of one kind went."""
 
+    from_s: float
     seconds: list[float] = field(default_factory=list)
     failed: int = 0
     reply_bytes: int = 0
+
+    def note(self, began_s: float, reply_bytes: int = 0) -> None:
+        """Count a call that has just been answered."""
+        if began_s >= self.from_s:
+            self.seconds.append(time.monotonic() - began_s)
+            self.reply_bytes += reply_bytes
+
+    def note_failed(self, error: CoordinatorError) -> None:
+        """Count a call that failed, whenever it was made."""
+        self.failed += 1
+        print(error, file=sys.stderr, flush=True)
 
 
 class Watcher(StatusClient):
@@ -78,10 +94,9 @@ async def report(
         began_s = time.monotonic()
         try:
             every_s = (await client.heartbeat(status)).heartbeat_s
-            calls.seconds.append(time.monotonic() - began_s)
+            calls.note(began_s)
         except CoordinatorError as error:
-            calls.failed += 1
-            print(f"heartbeat: {error}", file=sys.stderr)
+            calls.note_failed(error)
         await asyncio.sleep(max(0.0, began_s + every_s - time.monotonic()))
 
 
@@ -92,28 +107,29 @@ async def watch(invite: Invite, until_s: float, calls: Calls) -> None:
     while time.monotonic() < until_s:
         began_s = time.monotonic()
         try:
-            calls.reply_bytes += await client.look()
-            calls.seconds.append(time.monotonic() - began_s)
+            calls.note(began_s, await client.look())
         except CoordinatorError as error:
-            calls.failed += 1
-            print(f"status: {error}", file=sys.stderr)
+            calls.note_failed(error)
         await asyncio.sleep(max(0.0, began_s + WATCH_S - time.monotonic()))
     await client.close()
 
 
-async def main(invite: Invite, peers: int, watchers: int, seconds: float) -> None:
+async def main(
+    invite: Invite, peers: int, watchers: int, seconds: float, addresses: Sequence[str]
+) -> None:
     """Join, wait for the word to begin, call, and tell."""
-    found = []
+    found, ways = [], [replace(invite, addresses=(each,)) for each in addresses]
     for number in range(peers):
-        found.append(await join(invite, number))
+        found.append(await join(ways[number % len(ways)], number))
         await asyncio.sleep(JOIN_APART_S)
     print("joined", flush=True)
     await asyncio.to_thread(sys.stdin.readline)
-    until_s = time.monotonic() + seconds
-    beats, looks = Calls(), Calls()
+    from_s = time.monotonic() + CONNECTING_S
+    until_s = from_s + seconds
+    beats, looks = Calls(from_s=from_s), Calls(from_s=from_s)
     await asyncio.gather(
         *(report(c, status, joined.heartbeat_s, until_s, beats) for c, joined, status in found),
-        *(watch(invite, until_s, looks) for _ in range(watchers)),
+        *(watch(ways[number % len(ways)], until_s, looks) for number in range(watchers)),
     )
     print(json.dumps({"beats": vars(beats), "looks": vars(looks)}), flush=True)
     for client, _, _ in found:
@@ -121,4 +137,5 @@ async def main(invite: Invite, peers: int, watchers: int, seconds: float) -> Non
 
 
 if __name__ == "__main__":
-    asyncio.run(main(read_invite(sys.argv[1]), *map(int, sys.argv[2:4]), float(sys.argv[4])))
+    _, invite, peers, watchers, seconds, *addresses = sys.argv
+    asyncio.run(main(read_invite(invite), int(peers), int(watchers), float(seconds), addresses))

@@ -27,12 +27,15 @@ def add_parser(subparsers: Subparsers) -> None:
         "--round N writes the model after any round that the coordinator's log still has,\n"
         "computed from a snapshot and the updates after it: name its state directory.\n\n"
         "Of a pipeline, name the file of any stage, or the folder with the folders of all\n"
-        "stages. Slices of a custom model are written by --format safetensors alone.",
+        "stages. Slices of a custom model are written by --format safetensors alone.\n\n"
+        "--push OWNER/NAME also uploads the result to the Hugging Face hub, into a private\n"
+        "repository unless --public is given: with the hub's library and your login there.",
         examples="atoll export run-00000012.safetensors --format hf --out my-model\n"
         "atoll export run-00000012.safetensors --out my-model --dtype bfloat16\n"
         "atoll export run-00000012.safetensors --init SmolLM2-135M --adapter --out my-adapter\n"
         "atoll export STATE_DIR --round 7 --out my-model\n"
-        "atoll export state/checkpoints --format safetensors --out parameters.safetensors",
+        "atoll export state/checkpoints --format safetensors --out parameters.safetensors\n"
+        "atoll export run-00000012.safetensors --out my-model --push me/my-model",
     )
     add_checkpoint(parser)
     parser.add_argument(
@@ -63,12 +66,26 @@ def add_parser(subparsers: Subparsers) -> None:
         action="store_true",
         help="Write the adapters alone, for peft and the same base, instead of merging them.",
     )
+    parser.add_argument(
+        "--push", metavar="OWNER/NAME", help="Also upload it to this repository of the hub."
+    )
+    parser.add_argument(
+        "--public",
+        action="store_true",
+        help="Make the repository of --push public if it does not exist (default: private).",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
     """Find the checkpoint, or compute it from a log, and write it."""
     from atoll.coordinator.checkpoint_sets import find
+    from atoll.peer.training.hf.hub import expect_can_push
+    from atoll.peer.training.one_file import ExportError
 
+    if args.public and args.push is None:
+        raise ExportError("--public is for the repository of --push; pass --push, or omit it")
+    if args.push is not None:
+        expect_can_push(args.push)
     if args.round is None:
         return _export(args, find(args.checkpoint))
     from atoll.coordinator.checkpoints import save_checkpoint
@@ -95,6 +112,7 @@ def _parent(out: Path) -> Path:
 def _export(args: argparse.Namespace, found: CheckpointSet) -> int:
     from atoll.coordinator.checkpoints import after_rounds
     from atoll.peer.training.hf.export import export, export_stages
+    from atoll.peer.training.hf.hub import push
     from atoll.peer.training.one_file import ExportError, export_parameters
     from atoll.peer.training.trained import load_checkpoint
 
@@ -114,5 +132,10 @@ def _export(args: argparse.Namespace, found: CheckpointSet) -> int:
         )
         export(trained, args.out, dtype=args.dtype, adapter=args.adapter)
     what = "adapters" if args.adapter else "model"
-    print(f"{args.out}: {what} {after_rounds(found.positions)}", file=sys.stderr)
+    text = f"{what} {after_rounds(found.positions)}"
+    print(f"{args.out}: {text}", file=sys.stderr)
+    if args.push is not None:
+        message = f"{found.headers[0].spec.run.name}: {text}"
+        where = push(args.out, args.push, message=message, is_public=args.public)
+        print(f"uploaded: {where}", file=sys.stderr)
     return 0

@@ -32,3 +32,11 @@ def test_a_missing_stage_is_named(atoll, tmp_path):
     (tmp_path / "stage-3" / "reef-00000004.safetensors").unlink()
     told = refused(atoll("export", "stage-1/reef-00000004.safetensors", "--out", "a"))
     assert "stage-3 has no reef-00000004.safetensors" in told and "after round 2" in told
+
+
+def test_a_repository_is_checked_before_anything_is_computed(atoll, tmp_path):
+    save_stages(tmp_path / "checkpoints", staged_spec(), 4)
+    told = refused(atoll("export", "checkpoints", "--out", "model", "--push", "nowhere"))
+    assert "expected OWNER/NAME" in told
+    assert "--push, or omit it" in refused(atoll("export", "checkpoints", "--out", "m", "--public"))
+    assert not (tmp_path / "model").exists()

@@ -169,7 +169,7 @@ class RunSpec(Section):
                 f"data.once: needs a log, and contributions that keep the work that was left out; "
                 f"{method.name!r} does not have both: choose 'diloco', or remove it"
             )
-        if methods.has_option(self.outer.method, "count"):
+        if getattr(method, "count", 1) > 1:
             raise ValueError(
                 f"data.once: {method.name!r} sends a row's gradient in several fragments, each "
                 "decided by itself; choose 'diloco', or remove it"

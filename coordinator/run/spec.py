@@ -169,6 +169,11 @@ class RunSpec(Section):
                 f"data.once: needs a log, and contributions that keep the work that was left out; "
                 f"{method.name!r} does not have both: choose 'diloco', or remove it"
             )
+        if self.round.electors != "members":
+            raise ValueError(
+                "data.once: the first units go to the acceptors, which have to train; set "
+                f"round.electors to 'members', got {self.round.electors!r}"
+            )
         if getattr(method, "count", 1) > 1:
             raise ValueError(
                 f"data.once: {method.name!r} sends a row's gradient in several fragments, each "

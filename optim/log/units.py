@@ -18,7 +18,9 @@ the votes cover it. All replicas compute it from the table before and the entry 
        evicted peer.
     3. When all units are done, the next pass begins.
     4. Members get units up to what they do in `AHEAD` windows: returned ones first. Those that
-       hold the fewest come first, then by PeerID.
+       hold the fewest come first, then by PeerID. When nobody holds any, and there are no members,
+       each elector gets one: a contribution without units weighs nothing, and an update needs some
+       that do.
 
 A peer trains on the units of its lease in order, so one number names those in a contribution, and
 no report can name a unit of another peer. A contribution that was left out keeps its units: its
@@ -37,6 +39,7 @@ from pydantic import Field, model_validator
 from atoll.optim.log.entry import (
     MAX_UNITS,
     Count,
+    Elector,
     Entry,
     MalformedRecord,
     Member,
@@ -222,6 +225,7 @@ def units_after(
     position: int,
     members: Sequence[Member],
     parts: Sequence[Part],
+    electorate: Sequence[Elector],
     evicted: Collection[str],
     total: int,
 ) -> bytes:
@@ -232,6 +236,7 @@ def units_after(
         position: the entry's.
         members: the entry's.
         parts: the entry's.
+        electorate: the entry's.
         evicted: PeerIDs that orders up to the entry have put out.
         total: units of a pass; 0 for a run without.
 
@@ -257,6 +262,8 @@ def units_after(
     if frontier == total and not returned and not leases:
         number, frontier = number + 1, 0
     goals = _goals([m for m in members if m.peer_id not in evicted], total)
+    if not members and not leases:
+        goals = {e.peer_id: 1 for e in electorate if e.peer_id not in evicted}
     held = {peer: count_of(leases[peer][1]) if peer in leases else 0 for peer in goals}
     for peer in sorted(goals, key=lambda peer: (held[peer], peer)):
         since, own = leases.get(peer, (position, []))
@@ -324,6 +331,7 @@ def check_units(entry: Entry, before: bytes | None, total: int) -> None:
         position=entry.position,
         members=entry.members,
         parts=entry.parts,
+        electorate=entry.electorate,
         evicted=read_settings(entry.settings).evicted,
         total=total,
     )

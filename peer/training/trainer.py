@@ -441,7 +441,11 @@ class Trainer:
             if self._reducer.unsettled:
                 self._stopping.wait(IDLE_S)
         if self._stream.held.is_empty:
-            self._publish(phase=TrainerPhase.REDUCING, ready_in_s=0.0)
+            # As long as a step: others that still train would else miss many short rounds.
+            step_s = self._statistics.step_s
+            ready_in_s = self.worker.steps_left * step_s
+            self._publish(phase=TrainerPhase.REDUCING, ready_in_s=ready_in_s)
+            self._stopping.wait(step_s)
             self.worker.advance(tokens=0)
         self._validate_when_due()
 

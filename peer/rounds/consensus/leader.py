@@ -725,6 +725,7 @@ class Leadership:
                 position=position,
                 members=members,
                 parts=parts,
+                electorate=voters.electorate,
                 evicted=settings.evicted,
                 total=replica.module.units,
             ),

@@ -15,7 +15,7 @@ drift, and its units in the next contribution. What the method drops is trained 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -94,6 +94,9 @@ class HeldUnits:
         """Units at the front whose work is in the drift."""
         self._handed_in: int | None = None
         """Of these, those in the contribution under way."""
+        self._may_train = False
+        """False until the contribution is handed in that counts for nothing, as a joiner's first
+        does (docs/protocol.md, part 3): nothing is trained for it."""
 
     @property
     def is_empty(self) -> bool:
@@ -116,6 +119,7 @@ class HeldUnits:
 
     def hand_in(self, tokens: int) -> int:
         """Return how many units a contribution has done; one without tokens has lost its work."""
+        self._may_train = True
         if tokens == 0:
             self._used = 0
         self._handed_in = self._used
@@ -124,23 +128,17 @@ class HeldUnits:
     def settle(self, commit: Commit) -> None:
         """Take the units that are held after an entry."""
         if commit.reset:
-            # The next contribution counts for nothing (docs/protocol.md, part 3), so nothing is
-            # trained for it.
             self._units, self._used, self._handed_in = [], 0, None
+            self._may_train = False
             return
         if commit.settles and self._handed_in is not None:
             if commit.counts:
                 self._used -= self._handed_in
             self._handed_in = None
-            self._hold(commit.units)
-        elif self._units:
-            self._hold(commit.units)
-
-    def _hold(self, units: Sequence[int]) -> None:
-        """Hold ranges that begin with those in use."""
-        if units:
-            self.number = units[0]
-            self._units = list(zip(units[1::2], units[2::2], strict=True))
+        if self._may_train and commit.units:
+            # They begin with those in use, or the reducer resets this peer next.
+            self.number, *bounds = commit.units
+            self._units = list(zip(bounds[::2], bounds[1::2], strict=True))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the units as plain values."""
@@ -149,6 +147,7 @@ class HeldUnits:
             "number": self.number,
             "units": [list(pair) for pair in self._units],
             "used": self._used,
+            "may_train": self._may_train,
             "handed_in": -1 if self._handed_in is None else self._handed_in,
         }
 
@@ -158,9 +157,11 @@ class HeldUnits:
         Raises:
             DataError: it is the state of another kind of data.
         """
-        check_state(state, "units", number=int, units=list, used=int, handed_in=int)
+        kinds = {"number": int, "units": list, "used": int, "handed_in": int, "may_train": bool}
+        check_state(state, "units", **kinds)
         self.number, self._used = state["number"], state["used"]
         self._units = [(start, stop) for start, stop in state["units"]]
+        self._may_train = state["may_train"]
         self._handed_in = None if state["handed_in"] < 0 else state["handed_in"]
 
 

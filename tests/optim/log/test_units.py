@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from atoll.optim.log.entry import MAX_UNITS, MalformedRecord, Member, Part, Partial
+from atoll.optim.log.entry import MAX_UNITS, Elector, MalformedRecord, Member, Part, Partial
 from atoll.optim.log.units import (
     IDLE,
     MAX_LEASES,
@@ -60,11 +60,18 @@ def after(
     position: int = 0,
     missing: tuple[int, ...] = (),
     evicted: tuple[str, ...] = (),
+    electors: tuple[str, ...] = (),
     total: int = 100,
 ) -> bytes:
     parts = (part(*missing),) if members else ()
     return units_after(
-        before, position=position, members=members, parts=parts, evicted=evicted, total=total
+        before,
+        position=position,
+        members=members,
+        parts=parts,
+        electorate=[Elector(peer_id=peer, incarnation="1") for peer in electors],
+        evicted=evicted,
+        total=total,
     )
 
 
@@ -99,6 +106,12 @@ def test_units_of_a_dead_peer_are_handed_out_again() -> None:
     table = after(table, member("a"), position=IDLE, total=12)
     assert held(table, "b") == []
     assert lost[0] in held(table, "a")
+
+
+def test_electors_begin_when_nobody_holds_units() -> None:
+    table = after(b"", electors=("a", "b"))
+    assert [held(table, peer) for peer in "ab"] == [[(0, 1)], [(1, 2)]]
+    assert after(table, electors=("a", "b"), position=1) == table
 
 
 def test_an_evicted_peer_holds_nothing() -> None:
@@ -228,11 +241,21 @@ def test_each_unit_is_done_once_a_pass_whoever_comes_and_goes(
         if len(missing) == len(members):
             missing = ()
         number = read_units(table).number
+        if not any(one.units for one in members):
+            members, names, missing = [], [], ()  # a NULL: no member has work
         parts = (part(*missing),) if members else ()
         for ranges in finished(members, parts, table).values():
             done.setdefault(number, []).extend(units_of(ranges))
         before = table
-        table = after(table, *members, position=position, missing=missing, total=total)
+        living = tuple(name for name, peer in peers.items() if peer.alive)
+        table = after(
+            table,
+            *members,
+            position=position,
+            missing=missing,
+            electors=living,
+            total=total,
+        )
         for index, name in enumerate(names):
             peer, claim = peers[name], members[index].units
             if index not in missing:

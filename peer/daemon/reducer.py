@@ -47,7 +47,13 @@ from atoll.optim.reducer import (
     Residual,
     Settle,
 )
-from atoll.optim.reduction.contribution import DRIFT_CAP, Offer, drift_ratio, work_weight
+from atoll.optim.reduction.contribution import (
+    DRIFT_CAP,
+    Offer,
+    WorkRefused,
+    drift_ratio,
+    work_weight,
+)
 from atoll.optim.schedules import Timetable
 from atoll.optim.state import vectors
 from atoll.optim.state.layout import Fragment, Layout, LayoutError
@@ -474,6 +480,11 @@ class NetworkReducer(RunReducer):
         """
         if self._settle is None:
             raise RuntimeError("expected start() first")
+        if self._counts_units and contribution.tokens and not contribution.units:
+            raise WorkRefused(
+                "the run hands out its rows (data.once), and this loop draws its own; train with "
+                "atoll.peer's Trainer, or `atoll peer`"
+            )
         fragment, steps = contribution.fragment, contribution.steps
         if isinstance(contribution.delta, Offer):
             weight = contribution.delta.weight

@@ -45,9 +45,9 @@ async def hold(folder: Path) -> list[Entry]:
         named = ("--data", folder / "text.txt", "--name", name, "--state-dir", folder / name)
         return await start(name, "peer", invite, *PEER, *named)
 
-    def log_after(least: int) -> list[Entry] | None:
+    def all_train() -> bool:
         log = read_log(state / "log")
-        return log if len(log) >= least else None
+        return len({member.peer_id for e in log for member in e.members if member.units}) == 3
 
     try:
         coordinator = await start(
@@ -58,7 +58,7 @@ async def hold(folder: Path) -> list[Entry]:
         await until(invite.exists, coordinator)
         for name in ("one", "two", "three"):
             await join(name)
-        await until(lambda: log_after(5), *children)
+        await until(all_train, *children)
         lost = children.pop()
         lost.kill()
         await lost.stop()

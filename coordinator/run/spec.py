@@ -149,8 +149,6 @@ class RunSpec(Section):
         """Refuse `data.once` where the log cannot know which rows an update holds."""
         data = self.data
         if not data.once:
-            if data.units is not None:
-                raise ValueError("data.units: needs data.once; remove it")
             return
         if data.source.startswith("hf:") or data.format == "hf":
             raise ValueError(

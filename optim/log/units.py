@@ -152,7 +152,7 @@ class UnitTable(Record):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Progress:
+class PassProgress:
     """Progress through the run's rows."""
 
     number: int
@@ -171,12 +171,12 @@ def read_units(stored: bytes) -> UnitTable:
     return UnitTable.decode(stored) if stored else UnitTable()
 
 
-def progress(stored: bytes, total: int) -> Progress:
+def progress(stored: bytes, total: int) -> PassProgress:
     """Return the progress that a table shows."""
     table = read_units(stored)
     held = sum(count_of(lease.ranges) for lease in table.leases)
     done = table.next - count_of(table.returned) - held
-    return Progress(number=table.number, done=done, held=held, total=total)
+    return PassProgress(number=table.number, done=done, held=held, total=total)
 
 
 def finished(
@@ -324,7 +324,7 @@ def check_units(entry: Entry, before: bytes | None, total: int) -> None:
     Raises:
         UnitsInvalid: it carries another.
     """
-    if before is None and total:
+    if total and before is None:
         return
     due = units_after(
         before or b"",
@@ -332,7 +332,7 @@ def check_units(entry: Entry, before: bytes | None, total: int) -> None:
         members=entry.members,
         parts=entry.parts,
         electorate=entry.electorate,
-        evicted=read_settings(entry.settings).evicted,
+        evicted=read_settings(entry.settings).evicted if total else (),
         total=total,
     )
     if entry.units != due:

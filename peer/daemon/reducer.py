@@ -662,10 +662,10 @@ class NetworkReducer(RunReducer):
 
     @property
     def _counts_units(self) -> bool:
-        return self._replica.module.units > 0
+        return self.spec.data.num_units > 0
 
     def _units_here(self) -> tuple[int, ...]:
-        return self._units_of(self._replica.standing.units or b"")
+        return self._units_of(self._replica.standing.units or b"") if self._counts_units else ()
 
     def _units_of(self, stored: bytes) -> tuple[int, ...]:
         """Return the pass and this peer's units, as `Commit.units`; empty without `data.once`."""

@@ -221,7 +221,7 @@ def _of_units(spec: RunSpec) -> dict[str, Any]:
     except DataError as error:
         raise DataError(
             f"data.once needs the number of units, and the text cannot be read here ({error}); "
-            "set data.units, which `atoll peer` prints"
+            "start it on a machine that has the text, or set data.units"
         ) from None
 
 

@@ -444,6 +444,7 @@ class Coordinator:
             params=sum(each.params for each in self.logs.values()),
             modules=self._modules(trainers, now_s),
             copies=self.copies() if self.copies is not None else None,
+            rows=past.rows_of(log.replica.standing.units, self.spec.data.num_units),
         )
 
     def status_at(self, now: RunStatus, position: int) -> RunStatus:

@@ -24,10 +24,12 @@ from atoll.coordinator.run.status import (
     PeerState,
     PeerStatus,
     RoundSummary,
+    RowsStatus,
     RunStatus,
 )
 from atoll.optim.log.entry import Entry, MalformedRecord
 from atoll.optim.log.orders import RunSettings, read_settings
+from atoll.optim.log.units import progress
 
 AWAY_AFTER = 8  # rounds without a peer's work: it is gone, or far too slow
 
@@ -104,6 +106,7 @@ def status_at(
         reducer=settings.reducer or "",
         codec=settings.codec or now.codec,
         orders_waiting=0,
+        rows=rows_of(_units(logs[last], position), now.rows.total if now.rows else 0),
         modules=_modules([known[name] for name in logs if name in known], logs, stands, peers),
     )
 
@@ -133,8 +136,31 @@ def before_all(now: RunStatus) -> RunStatus:
         now, state="waiting", epoch=0, position=0, chain="", now=now.started_at or now.now,
         tokens_total=0, tokens_per_s=0.0, loss=None, valid_loss=None, utilisation=0.0, peers=[],
         history=[], earlier=[], gaps=[], events=[], settings={}, evicted=[], reducer="",
-        orders_waiting=0, modules=[],
+        orders_waiting=0, modules=[], rows=None,
     )  # fmt: skip
+
+
+def rows_of(units: bytes | None, total: int) -> RowsStatus | None:
+    """Return the progress through a run's rows; None without `data.once`.
+
+    Args:
+        units: who holds which, as an entry carries it; None if that is not known.
+        total: units of a pass; 0 for a run without.
+    """
+    if not total or units is None:
+        return None
+    now = progress(units, total)
+    return RowsStatus(number=now.number, done=now.done, held=now.held, total=total)
+
+
+def _units(log: PastLog, position: int) -> bytes | None:
+    """Who held which units after a round."""
+    for raw in log.entries(position - 1, position):
+        try:
+            return Entry.decode(raw).units
+        except MalformedRecord:
+            break
+    return None
 
 
 def _settings(log: PastLog, position: int) -> RunSettings:

@@ -160,6 +160,7 @@ def _read(state_dir: Path, spec: RunSpec, module: str, newest: int) -> PastRun:
         settings=last.settings.numbers,
         params=sum(standing.params for standing in standings),
         modules=standings if len(standings) > 1 else [],
+        rows=past.rows_of(last.units, spec.data.num_units),
     )
     return PastRun(status=status, rounds=rounds)
 
@@ -189,6 +190,8 @@ class _LogEnd:
     chain: str
     started_s: float | None
     settings: RunSettings
+    units: bytes
+    """Who holds which units of the run's rows."""
     params: int
 
     def standing(self, spec: RunSpec, name: str) -> ModuleStatus:
@@ -213,13 +216,15 @@ def _log_end(state_dir: Path, module: str) -> _LogEnd:
     position, epoch, chain, entry = last or (-1, 0, b"", b"")
     shapes = json.loads(layout[0])["shapes"] if layout else []
     started = meta.get("note:started")
+    newest = Entry.decode(bytes(entry)) if entry else None
     return _LogEnd(
         run_id=meta["run_id"].hex(),
         epoch=epoch,
         position=position + 1,
         chain=bytes(chain).hex(),
         started_s=float(started) if started else None,
-        settings=read_settings(Entry.decode(bytes(entry)).settings if entry else b""),
+        settings=read_settings(newest.settings if newest else b""),
+        units=newest.units if newest else b"",
         params=sum(math.prod(shape) for shape in shapes),
     )
 

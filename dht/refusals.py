@@ -35,6 +35,7 @@ class RefusalCode(StrEnum):
     BAD_ROOT = "bad-root"
     BAD_SCALARS = "bad-scalars"
     BAD_WEIGHT = "bad-weight"
+    BAD_UNITS = "bad-units"
     CLOSED = "closed"
     DECIDED = "decided"
     FAR_TERM = "far-term"

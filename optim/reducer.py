@@ -46,6 +46,10 @@ class Contribution:
     """Inner learning rate at the end of the window, for methods whose outer step follows it; the
     same for all peers."""
 
+    units: int = 0
+    """Units of this peer's lease behind delta, in runs with `data.once` (`atoll.optim.log.units`);
+    0 gives it weight 0 there."""
+
     @property
     def delta_N(self) -> Tensor:  # noqa: N802
         """Return `delta`, computing it at each call if it is not stored.
@@ -125,6 +129,10 @@ class Commit:
 
     course: Course = AS_PLANNED
     """The course of training from this position on."""
+
+    units: tuple[int, ...] = ()
+    """In runs with `data.once`, the pass, and the units that I hold from here on: start, stop of
+    each range, in the order in which I train on them."""
 
     @property
     def counts(self) -> bool:

@@ -21,6 +21,7 @@ from atoll.coordinator.report.view import (
     num_present,
     orders_text,
     round_seconds,
+    rows_text,
     token_rates,
     utilisation,
     waits_for,
@@ -185,6 +186,8 @@ def _facts(status: RunStatus, rate: Content) -> list[Fact]:
         ("codec", _bold(text.clean(status.codec, num_max=32))),
         ("params", _bold(text.count(status.params))),
     ]
+    if passed := rows_text(status):
+        facts.append(("rows", _bold(passed)))
     if changed := orders_text(status):
         facts.append(("orders", _bold(changed)))
     if copied := copies_text(status):

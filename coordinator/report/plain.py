@@ -28,6 +28,7 @@ from atoll.coordinator.report.view import (
     num_present,
     orders_text,
     reached,
+    rows_text,
     shown_state,
     sorted_peers,
     utilisation,
@@ -283,6 +284,8 @@ def render_status(status: RunStatus) -> str:
         ("parameters", text.count(status.params)),
         ("peers", f"{num_present(status)} of {len(status.peers)} online"),
     ]
+    if passed := rows_text(status):
+        facts.append(("rows", passed))
     if changed := orders_text(status):
         facts.append(("orders", changed))
     if status.modules:

@@ -237,6 +237,15 @@ def copies_text(status: RunStatus) -> str:
     return f"{newest}; failing: {clean(copies.failing)}" if copies.failing else newest
 
 
+def rows_text(status: RunStatus) -> str:
+    """Return how far the run is in its rows; empty in a run without `data.once`."""
+    rows = status.rows
+    if rows is None or not rows.total:
+        return ""
+    share = percent(min(1.0, rows.done / rows.total))
+    return f"pass {rows.number}, {share} of {rows.total:,} units, {rows.held:,} held"
+
+
 def is_held(row: RoundSummary, gaps: Sequence[Gap]) -> bool:
     """Return True if the coordinator holds the round's update, so that it can be replayed."""
     return not any(gap.first <= row.position <= gap.last for gap in gaps)

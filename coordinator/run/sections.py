@@ -52,6 +52,8 @@ MAX_PATTERN_CHARS = 200
 
 MIN_KEEPERS = 4  # with which one may lie: 3f + 1
 
+MAX_PASS_UNITS = 1 << 40  # the order of rows is computed in 64 bits
+
 MAX_TOKENIZER_BYTES = 32 << 20  # of the JSON; one of 128,000 tokens has 9.5 MB
 
 EXAMPLE_SHA256 = "9f86d081884c7d659a2feaa0c55ad015a3bf4f1b2b0b822cd15d6c15b0f00a08"
@@ -202,6 +204,8 @@ class DataSection(Section):
         "tokenizer_sha256",
         "tokenizer_bytes",
         "packing",
+        "once",
+        "units",
     )
 
     source: str = Field(
@@ -276,6 +280,26 @@ class DataSection(Section):
         "to all before it) or documents (to those of its own document; for built-in models and "
         "tokenizers with an end token).",
     )
+    once: bool = Field(
+        default=False,
+        description="Train on each row of the text once in a pass: the log hands out units of rows "
+        "to peers, and again what a lost peer held. A row is a sequence, a unit the rows of an "
+        "inner step (inner.batch_size times inner.grad_accumulation). Needs same_text, and a text "
+        "or shards on the peers' disks. Without this, each peer draws sequences at random.",
+    )
+    units: int | None = Field(
+        default=None,
+        ge=1,
+        le=MAX_PASS_UNITS,
+        description="Units of a pass, with once. Default: as many whole ones as the organiser's "
+        "text has at the run's first start.",
+        examples=[12_000],
+    )
+
+    @property
+    def num_units(self) -> int:
+        """Units of a pass; 0 in a run without `once`."""
+        return self.units or 0 if self.once else 0
 
     @field_validator("revision")
     @classmethod

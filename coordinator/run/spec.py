@@ -93,6 +93,7 @@ class RunSpec(Section):
             )
         self._expect_windows(method)
         self._expect_digests()
+        self._expect_units(method)
         self._expect_stages(method)
         if method.feedback and method.codec.mode == "unbiased":
             raise ValueError(
@@ -142,6 +143,39 @@ class RunSpec(Section):
             raise ValueError(
                 "data.sha256 and data.same_text: are for text on the peers' disks; set "
                 "data.revision for a Hugging Face data set"
+            )
+
+    def _expect_units(self, method: methods.Method) -> None:
+        """Refuse `data.once` where the log cannot know which rows an update holds."""
+        data = self.data
+        if not data.once:
+            return
+        if data.source.startswith("hf:") or data.format == "hf":
+            raise ValueError(
+                "data.once: the number of rows of a streamed data set is not known; write it as "
+                "shards with `atoll shards`, and name their folder as data.source"
+            )
+        if not data.same_text:
+            raise ValueError("data.once: all peers need the same rows; set data.same_text to true")
+        if self.topology.num_stages > 1:
+            raise ValueError(
+                "data.once: a pipeline has a log for each stage, and its first stage draws the "
+                "rows alone; remove it, or set topology.stages to 1"
+            )
+        if not method.logged or method.every_step:
+            raise ValueError(
+                f"data.once: needs a log, and contributions that keep the work that was left out; "
+                f"{method.name!r} does not have both: choose 'diloco', or remove it"
+            )
+        if self.round.electors != "members":
+            raise ValueError(
+                "data.once: the first units go to the acceptors, which have to train; set "
+                f"round.electors to 'members', got {self.round.electors!r}"
+            )
+        if getattr(method, "count", 1) > 1:
+            raise ValueError(
+                f"data.once: {method.name!r} sends a row's gradient in several fragments, each "
+                "decided by itself; choose 'diloco', or remove it"
             )
 
     def _expect_stages(self, method: methods.Method) -> None:

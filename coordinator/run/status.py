@@ -368,6 +368,22 @@ class CopyStatus(StatusRecord):
 
 
 @dataclass(frozen=True, kw_only=True)
+class RowsStatus(StatusRecord):
+    """Progress through the rows of a run with `data.once`, as its log has it."""
+
+    __pydantic_config__ = _CONFIG
+
+    number: Count
+    """The pass, from 1."""
+    done: Count
+    """Units of the pass that updates hold."""
+    held: Count
+    """Units that peers train on, or will next."""
+    total: Count
+    """Units of a pass."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class ModuleStatus(StatusRecord):
     """One module of a run of several, as its coordinator knows it."""
 
@@ -465,3 +481,5 @@ class RunStatus(StatusRecord):
     """The modules of a run of several, in order; empty in a dense run."""
     copies: CopyStatus | None = None
     """None if the coordinator keeps none."""
+    rows: RowsStatus | None = None
+    """None in a run without `data.once`."""

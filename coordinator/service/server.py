@@ -507,6 +507,7 @@ def _resume(
             snapshot_every=spec.round.snapshot_every,
             name=files.module,
             trust=spec.round.trust,
+            units=spec.data.num_units,
         )
         kind = ModelKeeper if module.method.reduction == "pairs" else Replica
         replica = kind(

@@ -62,6 +62,7 @@ MAX_FIELDS = 32  # twice those of the longest record
 MAX_ITEMS = 1 << 16  # parts of an entry of 4 billion values, a part a cell
 MAX_ORDER = 1024  # bytes of a signed order: it has some 300 at most
 MAX_SETTINGS = 5120  # bytes: 64 PeerIDs of 54, and some 200
+MAX_UNITS = 1 << 19  # bytes of a table of 1,024 leases (`units.py`)
 
 Verify = Callable[[str, bytes, bytes], bool]
 """(peer_id, data, signature) -> whether that peer signed that data."""
@@ -93,7 +94,8 @@ EntryKind = Literal["update", "null", "control"]
 """An update (a manifest of part digests), NULL (given up), or an order of the organiser's."""
 OrderField = Annotated[bytes, Field(max_length=MAX_ORDER)]
 SettingsField = Annotated[bytes, Field(max_length=MAX_SETTINGS)]
-"""A record that is left out of the encoding as long as it is empty."""
+UnitsField = Annotated[bytes, Field(max_length=MAX_UNITS)]
+"""Records that are left out of the encoding as long as they are empty."""
 
 
 def verify_key(key: bytes, data: bytes, signature: bytes) -> bool:
@@ -231,11 +233,25 @@ class Member(Record):
     steps: Count
     loss: FiniteFloat | None
     """nats a token over its window; None if it did not measure one"""
+    units: Count = 0
+    """of its lease that it has done, in runs with `data.once` (`units.py`); left out if there are
+    none"""
+
+    @model_serializer(mode="wrap")
+    def _dump(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        return without_units(handler(self))
 
     @property
     def elector(self) -> Elector:
         """The member as a voter of the next position."""
         return Elector(peer_id=self.peer_id, incarnation=self.incarnation)
+
+
+def without_units(fields: dict[str, Any]) -> dict[str, Any]:
+    """Leave out the units of a contribution that names none: its record keeps its bytes."""
+    if not fields["units"]:
+        del fields["units"]
+    return fields
 
 
 class Partial(Record):
@@ -289,8 +305,8 @@ class StateRoot(Record):
 
 
 def _without_empty(fields: dict[str, Any]) -> dict[str, Any]:
-    """Leave out what a run without orders has not: its records keep their bytes."""
-    return {k: v for k, v in fields.items() if v or k not in ("order", "settings")}
+    """Leave out what a run without orders or units has not: its records keep their bytes."""
+    return {k: v for k, v in fields.items() if v or k not in ("order", "settings", "units")}
 
 
 class Entry(Record):
@@ -321,6 +337,8 @@ class Entry(Record):
     """the signed order that a control entry brings (`orders.py`)"""
     settings: SettingsField = b""
     """what all orders up to here have changed; empty before the first"""
+    units: UnitsField = b""
+    """who holds which units after this entry (`units.py`); empty in runs without `data.once`"""
 
     @model_serializer(mode="wrap")
     def _dump(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
@@ -519,6 +537,8 @@ class Epoch(Record):
     first_term: Annotated[Count, Field(lt=MAX_ELECTORS)] = 0
     """with which the base begins: those before it are led by electors whose terms failed there"""
     settings: SettingsField = b""
+    """of the entry before the base"""
+    units: UnitsField = b""
     """of the entry before the base"""
 
     @model_serializer(mode="wrap")
@@ -775,6 +795,8 @@ class LogPlace:
     norms: tuple[float, ...] = ()
     settings: bytes | None = b""
     """what orders have changed before the entry; None if that is not known"""
+    units: bytes | None = b""
+    """who holds which units before the entry; None if that is not known"""
 
 
 def verify_claims(
@@ -857,6 +879,7 @@ def place_at_base(opened: Epoch) -> LogPlace:
         newcomers=opened.newcomers,
         norms=opened.norms,
         settings=opened.settings,
+        units=opened.units,
     )
 
 
@@ -868,6 +891,7 @@ def place_after(entry: Entry) -> LogPlace:
         newcomers=entry.newcomers,
         norms=entry.norms,
         settings=entry.settings,
+        units=entry.units,
     )
 
 
@@ -906,5 +930,7 @@ def place_before(claims: Sequence[Claim], position: int, opened: Epoch | None) -
             return place_after(claim.entry)
         if claim.entry.position == position:
             # Before it lies an entry that nobody sent, so who votes here is not known.
-            return LogPlace(chain=claim.entry.previous_chain, electorate=(), settings=None)
+            return LogPlace(
+                chain=claim.entry.previous_chain, electorate=(), settings=None, units=None
+            )
     return None

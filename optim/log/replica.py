@@ -106,6 +106,7 @@ from atoll.optim.log.store import (
     StoreHead,
     WrittenSnapshot,
 )
+from atoll.optim.log.units import check_units
 from atoll.optim.methods.base import Method, MethodError
 from atoll.optim.reduction.cells import Bytes, Cells, UpdateError
 from atoll.optim.reduction.contribution import Feedback
@@ -363,6 +364,8 @@ class Module:
     """Its name among the modules of the run."""
     trust: Trust = "crash"
     """Faults of its electors that the run tolerates."""
+    units: int = 0
+    """Units of a pass over the run's rows (`units.py`); 0 in runs without `data.once`."""
 
     @cached_property
     def replay(self) -> Replay:
@@ -399,6 +402,8 @@ class ReplicaStanding:
     settings: bytes | None = b""
     """The settings that orders have changed up to the head (`orders.py`); None if they are not
     known: the entry before the head is missing here."""
+    units: bytes | None = b""
+    """Who holds which units of the run's rows at the head (`units.py`); None as for `settings`."""
     state: OuterState | None = None
     """The state at the head, or an older one (`ReplicaView.is_current`)."""
     snapshots: dict[int, SnapshotFile] = field(default_factory=dict)
@@ -667,7 +672,8 @@ class Replica(ReplicaView):
             # A body is gone, such as one that was being written. What comes after it is fetched
             # again: an epoch may have voided it.
             self.store.rewind(at.head.position)
-        at = replace(at, settings=self._stored_settings(at.head))
+        settings, units = self._stored_tables(at.head)
+        at = replace(at, settings=settings, units=units)
         self.standing = _with_voters(at, self._stored_voters(at.head))
         return True
 
@@ -726,13 +732,15 @@ class Replica(ReplicaView):
                 return Succession(())
         return self._voters_at(head.position)
 
-    def _stored_settings(self, head: StoreHead) -> bytes | None:
+    def _stored_tables(self, head: StoreHead) -> tuple[bytes | None, bytes | None]:
+        """Return the settings and the units before the head."""
         before, opened = self.store.get(head.position - 1), self.opened
         if before is not None:
-            return Entry.decode(before.entry).settings
+            entry = Entry.decode(before.entry)
+            return entry.settings, entry.units
         if opened is not None and head.position == opened.base_position:
-            return opened.settings
-        return None if head.position else b""
+            return opened.settings, opened.units
+        return (None, None) if head.position else (b"", b"")
 
     def _voters_at(self, position: int) -> Succession:
         if self.opened is not None and position == self.opened.base_position:
@@ -765,6 +773,7 @@ class Replica(ReplicaView):
         )
         check_certificate(entry, certificate, at.electorate, self._verify, self.trust)
         check_settings(entry, at.settings, self.open_order)
+        check_units(entry, at.units, self.module.units)
         self.replay.check(entry)
         return Claim(entry=entry, certificate=certificate)
 
@@ -881,6 +890,7 @@ class Replica(ReplicaView):
         ):
             raise _not_next(entry, at.head)
         check_settings(entry, at.settings, self.open_order)
+        check_units(entry, at.units, self.module.units)
 
     def _next_state(
         self, at: ReplicaStanding, entry: Entry, body: Bytes, update_F: Update | None
@@ -923,7 +933,8 @@ class Replica(ReplicaView):
 
     def _after(self, at: ReplicaStanding, entry: Entry) -> ReplicaStanding:
         head = StoreHead(epoch=at.head.epoch, position=entry.position + 1, chain=entry.chain)
-        at = _with_voters(replace(at, head=head, settings=entry.settings), after(entry))
+        at = replace(at, head=head, settings=entry.settings, units=entry.units)
+        at = _with_voters(at, after(entry))
         if at.opened is not None and at.is_at_base(at.opened):
             at = _with_voters(at, at_base(at.opened))
         return at
@@ -1084,6 +1095,7 @@ class Replica(ReplicaView):
             newcomers=place.newcomers,
             norms=place.norms,
             settings=place.settings,
+            units=place.units,
             state=state,
             snapshots={},
             leaps=self.leaps + 1,
@@ -1270,6 +1282,7 @@ class Replica(ReplicaView):
             norms=self.voters.norms,
             first_term=first_term,
             settings=self.standing.settings or b"",
+            units=self.standing.units or b"",
         )
         raw = epoch.encode()
         self.adopt(SignedEpoch(epoch=raw, signature=sign(epoch_payload(raw))).encode())

@@ -98,6 +98,7 @@ class LogRun:
             layout=membership.layout,
             snapshot_every=spec.round.snapshot_every,
             trust=spec.round.trust,
+            units=spec.data.num_units,
         )
         self._replay = module.replay
         self._decisions = Decisions()

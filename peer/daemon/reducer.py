@@ -36,6 +36,7 @@ from atoll.optim.log.electorate import after
 from atoll.optim.log.entry import Entry
 from atoll.optim.log.orders import read_settings
 from atoll.optim.log.replica import with_codec
+from atoll.optim.log.units import Range, begins_with, read_units, split
 from atoll.optim.methods import Method
 from atoll.optim.reducer import (
     AS_PLANNED,
@@ -46,7 +47,13 @@ from atoll.optim.reducer import (
     Residual,
     Settle,
 )
-from atoll.optim.reduction.contribution import DRIFT_CAP, Offer, drift_ratio, work_weight
+from atoll.optim.reduction.contribution import (
+    DRIFT_CAP,
+    Offer,
+    WorkRefused,
+    drift_ratio,
+    work_weight,
+)
 from atoll.optim.schedules import Timetable
 from atoll.optim.state import vectors
 from atoll.optim.state.layout import Fragment, Layout, LayoutError
@@ -341,6 +348,11 @@ class Offered:
         """Its frames, once they are encoded."""
         return self.encoding.result().offer
 
+    @property
+    def done_units(self) -> int:
+        """Units that it has done, once it is encoded."""
+        return self.encoding.result().units
+
 
 class Decisions:
     """Decisions of the loop that the trainer has not taken yet, in the order of the log."""
@@ -428,6 +440,8 @@ class NetworkReducer(RunReducer):
         self._hides = self.method.hidden_steps(self.spec.outer.inner_steps) > 0
         self._in_step = False
         """True if the last decided contribution counted."""
+        self._held: list[Range] | None = None
+        """The units that this peer held after the last entry; None if that is not known."""
 
     def close(self) -> None:
         """Leave the run: roster, connections, threads. Idempotent."""
@@ -466,6 +480,11 @@ class NetworkReducer(RunReducer):
         """
         if self._settle is None:
             raise RuntimeError("expected start() first")
+        if self._counts_units and contribution.tokens and not contribution.units:
+            raise WorkRefused(
+                "the run hands out its rows (data.once), and this loop draws its own; train with "
+                "atoll.peer's Trainer, or `atoll peer`"
+            )
         fragment, steps = contribution.fragment, contribution.steps
         if isinstance(contribution.delta, Offer):
             weight = contribution.delta.weight
@@ -528,6 +547,7 @@ class NetworkReducer(RunReducer):
             steps=contribution.steps,
             loss=contribution.loss if math.isfinite(contribution.loss) else None,
             codec=codec,
+            units=contribution.units,
         )
 
     def _offer_encoded(self, encoding: Future[OfferedWindow]) -> None:
@@ -596,9 +616,11 @@ class NetworkReducer(RunReducer):
     def state_dict(self) -> dict[str, Any]:
         """Return the residuals, and the position of the log at which they were taken."""
         self.await_residuals()
+        units = {} if self._held is None else {"units": [list(pair) for pair in self._held]}
         return {
             "position": self.position,
             "feedback": [residual.state_dict() for residual in self._residuals],
+            **units,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -606,7 +628,10 @@ class NetworkReducer(RunReducer):
         saved, now = int(state["position"]), self.position
         # A contribution that was included since the save is still in the saved drift, and would
         # count twice.
-        if not 0 <= now - saved <= self._far_behind or self._included_since(saved):
+        units = self._thread.ask(self._units_here)
+        lost = "units" in state and not begins_with(_ranges(units), [*map(tuple, state["units"])])
+        is_near = 0 <= now - saved <= self._far_behind
+        if not is_near or lost or self._included_since(saved):
             why = f"saved at position {saved}, the run is at {now}: starting from the run's state"
             here, course = self._thread.ask(self._here)
             self._reset(Reset(state=here, why=why, course=course))
@@ -628,10 +653,27 @@ class NetworkReducer(RunReducer):
                     included=None,
                     members=0,
                     course=self.progress.course,
+                    units=units,
                 )
             )
+        self._held = _ranges(units) if self._counts_units else None
 
     # decisions
+
+    @property
+    def _counts_units(self) -> bool:
+        return self.spec.data.num_units > 0
+
+    def _units_here(self) -> tuple[int, ...]:
+        return self._units_of(self._replica.standing.units or b"") if self._counts_units else ()
+
+    def _units_of(self, stored: bytes) -> tuple[int, ...]:
+        """Return the pass and this peer's units, as `Commit.units`; empty without `data.once`."""
+        if not self._counts_units:
+            return ()
+        table = read_units(stored)
+        held = table.held_by(self._ctx.me.peer_id)
+        return (table.number, *(bound for pair in held for bound in pair))
 
     @property
     def _far_behind(self) -> int:
@@ -644,6 +686,7 @@ class NetworkReducer(RunReducer):
         self._offers.clear()
         self._use_codec(course.codec)
         self._in_step = False
+        self._held = None
         self._joining = set(range(len(self._residuals))) if state.position else set()
 
     def _subscribe(self) -> tuple[OuterState, Course]:
@@ -696,10 +739,22 @@ class NetworkReducer(RunReducer):
                 settles=settles,
                 members=len(entry.members),
                 course=self.progress.course,
+                units=self._units_of(entry.units),
             )
         )
         if offered is not None and settles and (included is None or not included.any()):
             self._drop_what_grew(decided, offered.offer.norm)
+        if self._counts_units:
+            done = offered is not None and included is not None and bool(included.any())
+            self._follow_units(decided, offered.done_units if offered and done else 0)
+
+    def _follow_units(self, decided: Settled, done: int) -> None:
+        """Keep up with the units that this peer holds; drop its work if others got some of them."""
+        before, self._held = self._held, _ranges(self._units_of(decided.applied.entry.units))
+        if before is not None and not begins_with(self._held, split(before, done)[1]):
+            self._reset(_leap_to(decided, why="its units of the run's rows were given to others"))
+        elif before and not self._held:
+            self._ctx.on_event("info", "no unit of the run's rows is free: waiting for the others")
 
     def _settle_later(
         self, decided: Settled, offered: Offered | None, included: Tensor | None
@@ -769,3 +824,8 @@ def _leap_to(decided: Settled | Reset, *, why: str) -> Reset:
         return replace(decided, why=why)
     course = read_settings(decided.applied.entry.settings).course
     return Reset(state=decided.applied.state, why=why, course=course)
+
+
+def _ranges(units: Sequence[int]) -> list[Range]:
+    """Return the units of `Commit.units` as ranges."""
+    return list(zip(units[1::2], units[2::2], strict=True))

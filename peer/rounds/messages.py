@@ -31,9 +31,16 @@ from __future__ import annotations
 import zlib
 from collections.abc import Iterable, Sequence
 from itertools import repeat
-from typing import Annotated, ClassVar, TypeVar
+from typing import Annotated, Any, ClassVar, TypeVar
 
-from pydantic import AfterValidator, FailFast, Field, FiniteFloat
+from pydantic import (
+    AfterValidator,
+    FailFast,
+    Field,
+    FiniteFloat,
+    SerializerFunctionWrapHandler,
+    model_serializer,
+)
 
 from atoll.optim.log.entry import (
     HEAD_BYTES,
@@ -50,6 +57,7 @@ from atoll.optim.log.entry import (
     Signature,
     decode_first,
     sha256,
+    without_units,
 )
 from atoll.optim.log.locks import Justification, Lock
 from atoll.optim.state.outer_step import to_fp32
@@ -130,6 +138,12 @@ class Report(Record):
     loss: FiniteFloat | None
     norm: Weight
     uplink_mbit_s: Weight
+    units: Count = 0
+    """of its lease that it has done (`optim/log/units.py`); left out if there are none"""
+
+    @model_serializer(mode="wrap")
+    def _dump(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        return without_units(handler(self))
 
 
 def report_payload(run_id: bytes, report: Report) -> bytes:

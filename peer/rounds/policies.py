@@ -168,6 +168,7 @@ def admit(reports: Sequence[tuple[str, Report]], *, clip_at: float, carried: flo
             tokens=r.tokens,
             steps=r.steps,
             loss=r.loss,
+            units=r.units,
         )
         for (peer, r), weight, clip in zip(reports, weights, clips, strict=True)
     ]
@@ -232,6 +233,7 @@ def report_of(member: Member, said: Sworn, place: tuple[int, int], rule: WeightR
         loss=member.loss,
         norm=member.norm,
         uplink_mbit_s=said.uplink_mbit_s,
+        units=member.units,
     )
 
 

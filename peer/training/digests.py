@@ -10,6 +10,7 @@ takes them from the state directory. `RUN.toml` may name them itself.
                             travel with the run
     data.revision           the commit of a Hugging Face data set
     data.sha256             of the documents of a local text (`text_digest`)
+    data.units              how many units of rows that text has, with `data.once`
 """
 
 import hashlib
@@ -26,8 +27,11 @@ from atoll.peer.training.data.documents import text_digest, text_size
 from atoll.peer.training.data.hub import HUB, newest_revision
 from atoll.peer.training.data.tokenizer_trial import TrialFailed, try_tokenizer
 from atoll.peer.training.data.tokens import BYTES, expect_digest, tokenizer_file
+from atoll.peer.training.data.units import count_units
 from atoll.peer.training.hf.beginning import with_shape
 from atoll.peer.training.hf.folder import weights_digest
+from atoll.peer.training.opening import open_corpus
+from atoll.peer.training.permission import Allowed
 
 MAX_TEXT_BYTES = 1 << 30  # read once more at the first start: some seconds
 
@@ -92,13 +96,15 @@ def _kept(spec: RunSpec, stored: RunSpec) -> dict[str, dict[str, Any]]:
         }
     if spec.data.source == data.source:
         kept["data"] |= {"revision": data.revision, "sha256": data.sha256}
+        if spec.data.once:
+            kept["data"] |= {"units": data.units}
     return kept
 
 
 def _computed(spec: RunSpec, say: Say) -> dict[str, dict[str, Any]]:
     return {
         "model": _of_model(spec, say),
-        "data": _of_tokenizer(spec, say) | _of_text(spec, say),
+        "data": _of_tokenizer(spec, say) | _of_text(spec, say) | _of_units(spec),
     }
 
 
@@ -203,6 +209,20 @@ def _of_text(spec: RunSpec, say: Say) -> dict[str, Any]:
     if is_small:
         say(f"the text {data.source!r} cannot be read here, so peers do not compare theirs")
     return {}
+
+
+def _of_units(spec: RunSpec) -> dict[str, Any]:
+    """Count the units of a pass; peers compare theirs (`data.units`)."""
+    if not spec.data.once or spec.data.units is not None:
+        return {}
+    try:
+        own = Allowed(files=frozenset({spec.data.source, spec.data.tokenizer}))
+        return {"units": count_units(spec, open_corpus(spec, own))}
+    except DataError as error:
+        raise DataError(
+            f"data.once needs the number of units, and the text cannot be read here ({error}); "
+            "start it on a machine that has the text, or set data.units"
+        ) from None
 
 
 def _of_data_set(spec: RunSpec, say: Say) -> dict[str, Any]:

@@ -44,13 +44,14 @@ from atoll.optim.reducer import AS_PLANNED, Commit, Contribution, Course, Reduce
 from atoll.optim.state import vectors
 from atoll.optim.state.layout import Fragment, Layout, LayoutError
 from atoll.optim.state.places import Places
-from atoll.peer.errors import SavedStateError
+from atoll.peer.errors import DataError, SavedStateError
 from atoll.peer.pipeline.workbench import Workbench
 from atoll.peer.training import models, saved
 from atoll.peer.training.beside import BesideWaits
 from atoll.peer.training.data import load as data
 from atoll.peer.training.data.prefetch import Prefetched
 from atoll.peer.training.data.remarks import Remark, remarks
+from atoll.peer.training.data.units import UnitStream
 from atoll.peer.training.devices import Device
 from atoll.peer.training.fit import Fit
 from atoll.peer.training.learner import Evaluator, Learner, StartSmaller
@@ -87,6 +88,7 @@ MAX_SKIPS = 10  # a bad batch costs one step; corrupted parameters cost every st
 SHIFTED_FROM, SHIFTED_TO = 0.1, 0.5
 MAX_DROPPED = 5  # windows; so many in a row are a fault of the data or the settings, not bad luck
 SAVE_SHARE = 0.02  # of the time: for the copy in the trainer's thread, and for the disk beside it
+IDLE_S = 0.2  # between looks for a decision, where a step would have taken the time
 RATE_STEPS = 32  # over which tokens per second are measured, waits included
 SHARE_STEPS = 9  # recent steps; a rest is a multiple of their median
 
@@ -192,7 +194,11 @@ class Trainer:
         self._stream = self._opened_stream()
         self.learner = self._learner_of(model, method)
         self._reducer = WatchedReducer(
-            reducer, self._committed, beside=self._beside(), make_room=self._make_room
+            reducer,
+            self._committed,
+            beside=self._beside(),
+            make_room=self._make_room,
+            done_units=self._stream.held.hand_in if isinstance(self._stream, UnitStream) else None,
         )
         at = self.options.position
         self._progress = TrainerCounters(position=at, seen_position=at)
@@ -248,10 +254,17 @@ class Trainer:
             return build_model(spec, tokenizer.vocab_size, allowed)
         return build_stage(spec, seat.module, tokenizer.vocab_size, allowed)
 
-    def _opened_stream(self) -> Prefetched | None:
+    def _opened_stream(self) -> Prefetched | UnitStream | None:
         """Return this peer's training data; None at a stage that draws none."""
         if self.corpus is None:
             return None
+        if self.spec.data.once:
+            if self._ranks.size > 1:
+                raise DataError(
+                    "data.once: the ranks of one peer cannot share its units; start a peer for "
+                    "each GPU"
+                )
+            return UnitStream(self.spec, self.corpus)
         return Prefetched(
             self.corpus.stream(
                 seed=self.spec.run.seed,
@@ -385,6 +398,9 @@ class Trainer:
             busy_s = self.options.clock() - self.worker.statistics().wait_s
             self._pace.measure(busy_s, self._steps_here)
         self._size_window()
+        if isinstance(self._stream, UnitStream) and self._stream.held.is_empty:
+            self._pass_step()
+            return
         self.learner.scale = self.course.inner_scale
         # Dropout of this step follows from its name, so a restart repeats it.
         name = f"{self.spec.run.seed}/{self._name}/{self._progress.steps}"
@@ -412,6 +428,25 @@ class Trainer:
         self._train_s += max(0.0, took_s)
         self._pause_s += paused_s
         self._measure(step_s)
+        self._validate_when_due()
+
+    def _pass_step(self) -> None:
+        """Pass a step without a row: this peer holds no unit of them, or none any more.
+
+        The contribution of such steps weighs nothing, and the entry with it brings units.
+        """
+        assert isinstance(self._stream, UnitStream)
+        if self._reducer.unsettled:
+            self._reducer.wait()  # it may bring units for the rest of the window
+            if self._reducer.unsettled:
+                self._stopping.wait(IDLE_S)
+        if self._stream.held.is_empty:
+            # As long as a step: others that still train would else miss many short rounds.
+            step_s = self._statistics.step_s
+            ready_in_s = self.worker.steps_left * step_s
+            self._publish(phase=TrainerPhase.REDUCING, ready_in_s=ready_in_s)
+            self._stopping.wait(step_s)
+            self.worker.advance(tokens=0)
         self._validate_when_due()
 
     def _remember(self, fit: Fit) -> None:
@@ -451,11 +486,13 @@ class Trainer:
         """Draw the batches of a step; a stage's come one by one, as the pipeline takes them."""
         if self._stream is None or isinstance(self.learner, StageLearner):
             return []
+        if isinstance(self._stream, UnitStream):
+            return self._stream.next_batches()
         return [self._stream.next_batch() for _ in range(self.spec.inner.grad_accumulation)]
 
     def _draw(self, *, trains: bool) -> Tensor:
         """Draw a microbatch at the first stage of a pipeline."""
-        assert self._stream is not None and self.corpus is not None
+        assert isinstance(self._stream, Prefetched) and self.corpus is not None
         if trains:
             return self._stream.next_batch()
         if not self._held_out:
@@ -591,6 +628,8 @@ class Trainer:
         before = self._progress
         # The counters come first: loading the method delivers later commits, which advance them.
         self._progress = TrainerCounters(**(state["progress"] | ({} if exact else here)))
+        if isinstance(self._stream, UnitStream) and exact:  # likewise
+            self._stream.load_state_dict(state["stream"])
         try:
             if exact:
                 self.worker.load_shared(state["worker"])
@@ -642,7 +681,7 @@ class Trainer:
 
     def _load_stream(self, state: Mapping[str, Any]) -> None:
         """Resume this rank's data, if the state is of as many ranks; else they begin anew."""
-        if self._stream is None:
+        if self._stream is None or isinstance(self._stream, UnitStream):
             return
         streams = state["ranks"] if "ranks" in state else [state]
         if len(streams) == self._ranks.size:
@@ -741,6 +780,8 @@ class Trainer:
         self.learner.optimizer.state.clear()
 
     def _committed(self, commit: Commit) -> None:
+        if isinstance(self._stream, UnitStream):
+            self._stream.held.settle(commit)
         if commit.reset:
             self._progress.since_commit = 0
         elif commit.position != self._progress.position:
@@ -875,6 +916,7 @@ class WatchedReducer:
         *,
         beside: BesideWaits | None = None,
         make_room: Callable[[], None] = lambda: None,
+        done_units: Callable[[int], int] | None = None,
     ) -> None:
         """Wrap a reducer.
 
@@ -883,8 +925,9 @@ class WatchedReducer:
             on_commit: called with each commit, before the method receives it.
             beside: what is done meanwhile by the thread that waits.
             make_room: called before a contribution is handed in.
+            done_units: returns the units behind a contribution, given its tokens.
         """
-        self._beside, self._make_room = beside, make_room
+        self._beside, self._make_room, self._done_units = beside, make_room, done_units
         self._fragments: set[int] = set()
         self._inner, self._on_commit = inner, on_commit
         self._settle: Settle | None = None
@@ -936,6 +979,9 @@ class WatchedReducer:
         """Submit a contribution and count it as unsettled."""
         self._fragments.add(contribution.fragment)
         self._make_room()
+        if self._done_units is not None:
+            units = self._done_units(contribution.tokens)
+            contribution = replace(contribution, units=units)
         self._inner.submit(contribution)
 
     def wait(self) -> None:

@@ -22,14 +22,21 @@ async def until(condition: Callable[[], Any], *children: Child) -> Any:
     return found
 
 
-def write_spec(folder: Path, *, text: str, run: dict[str, Any], round: dict[str, Any]) -> Path:
+def write_spec(
+    folder: Path,
+    *,
+    text: str,
+    run: dict[str, Any],
+    round: dict[str, Any],
+    data: dict[str, Any] | None = None,
+) -> Path:
     """Write text.txt, and the RUN.toml of a tiny run on it, whose path is returned."""
     (folder / "text.txt").write_text(text)
     spec = RunSpec.from_dict(
         {
             "run": run,
             "model": {"overrides": {"dim": 16, "num_layers": 1, "num_heads": 2, "ffn_dim": 32}},
-            "data": {"source": str(folder / "text.txt"), "seq_len": 32},
+            "data": {"source": str(folder / "text.txt"), "seq_len": 32} | (data or {}),
             "inner": {"batch_size": 2, "warmup_steps": 2},
             "outer": {"inner_steps": 4},
             "round": {"min_peers": 2, "stall_s": 5.0} | round,

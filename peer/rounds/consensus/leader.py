@@ -48,6 +48,7 @@ from atoll.optim.log.entry import (
     vote_payload,
 )
 from atoll.optim.log.locks import NO_DIGEST, Decree, SignedPromise, check_lock, check_promise
+from atoll.optim.log.units import UnitsInvalid, count_of, expect_held, read_units, units_after
 from atoll.optim.reduction.cells import Bytes, UpdateError
 from atoll.optim.reduction.contribution import work_weight
 from atoll.peer.rounds.allreduce.exchange import Exchange, expected_plan
@@ -719,6 +720,15 @@ class Leadership:
             state_root=StateRoot(position=root[0], root=root[1]) if root else None,
             order=order,
             settings=settings.stored,
+            units=units_after(
+                replica.standing.units or b"",
+                position=position,
+                members=members,
+                parts=parts,
+                electorate=voters.electorate,
+                evicted=settings.evicted,
+                total=replica.module.units,
+            ),
         )
 
     # events for the machine
@@ -1076,6 +1086,7 @@ class Leading:
             )
         self._check_report(remote, ready)
         await self._check_place(ready)
+        self._check_units(remote, ready)
 
     def _check_report(self, remote: str, ready: Ready) -> None:
         """Check a report as voters will; the weight is 0, or follows from the work."""
@@ -1093,6 +1104,22 @@ class Leading:
         if not self._ctx.verify(remote, payload, ready.signature):
             self._ctx.fault(remote, Fault.BAD_REPORT)
             raise Refused(RefusalCode.BAD_READY, "expected a report that its sender signed")
+
+    def _check_units(self, remote: str, ready: Ready) -> None:
+        """Refuse a report that names other units than its sender holds.
+
+        An entry with it would be invalid. It is no fault: the sender may have lost its lease with
+        an entry that it has not seen.
+        """
+        replica, report = self._ctx.replica, ready.report
+        held = 0
+        if replica.module.units:
+            held = count_of(read_units(replica.standing.units or b"").held_by(remote))
+        counts = report.weight > 0 if replica.module.units else report.units > 0
+        try:
+            expect_held(remote, report.units, held, counts=counts)
+        except UnitsInvalid as error:
+            raise Refused(RefusalCode.BAD_UNITS, str(error)) from error
 
     async def _check_place(self, ready: Ready) -> None:
         """Raise Refused unless both stand on one log, at the position or a little before it."""

@@ -535,6 +535,8 @@ class OfferedWindow:
     loss: float | None
     codec: str | None = None
     """that an order has set and it is encoded in; None: the spec's"""
+    units: int = 0
+    """of this peer's lease that it has done"""
 
 
 @dataclass(kw_only=True, eq=False)
@@ -767,6 +769,7 @@ class Flight:
             loss=window.loss,
             norm=window.offer.norm,
             uplink_mbit_s=self._ctx.link.uplink_mbit_s,
+            units=window.units,
         )
         return Ready(
             protocol=PROTOCOL,

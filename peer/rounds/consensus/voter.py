@@ -50,6 +50,7 @@ from atoll.optim.log.locks import (
     promise_payload,
 )
 from atoll.optim.log.orders import check_settings
+from atoll.optim.log.units import check_units
 from atoll.optim.reduction.cells import Bytes, UpdateError
 from atoll.optim.state import vectors
 from atoll.optim.state.updates import Update, joined, numel_of
@@ -744,6 +745,7 @@ class Voter:
         if (entry.lr, entry.momentum) != self._ctx.scalars(entry.position):
             raise Refused(RefusalCode.BAD_SCALARS, f"expected {self._ctx.scalars(entry.position)}")
         check_settings(entry, replica.standing.settings, replica.open_order)
+        check_units(entry, replica.standing.units, replica.module.units)
         self._ctx.replay.check(entry)  # lengths too: no leader makes a voter take memory
         return dropped
 

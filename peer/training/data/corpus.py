@@ -79,6 +79,18 @@ class Corpus(ABC):
     def stream(self, *, seed: int, peer_id: str, batch_size: int, seq_len: int) -> TokenStream:
         """Return the training stream of one peer, from its beginning."""
 
+    def num_rows(self, seq_len: int) -> int | None:
+        """Return how many sequences the training text has that share no input; None if unknown."""
+        return None
+
+    def rows(self, numbers_B: np.ndarray[Any, Any], seq_len: int) -> Tensor:
+        """Return rows by number, int64 `(B, T + 1)`, as `TokenStream.next_batch` does.
+
+        Raises:
+            DataError: they cannot be read by number.
+        """
+        raise DataError("the rows of a streamed data set have no numbers; write it as shards")
+
     @abstractmethod
     def validation(self, *, batches: int, batch_size: int, seq_len: int) -> list[Tensor]:
         """Return the same batches `(B, T + 1)` of validation text at every call."""
@@ -178,6 +190,14 @@ class LocalCorpus(Corpus):
     def stream(self, *, seed: int, peer_id: str, batch_size: int, seq_len: int) -> TokenStream:
         """Return the training stream of one peer, from its beginning."""
         return _RandomWindows(self.train_N, stream_key(seed, peer_id), batch_size, seq_len)
+
+    def num_rows(self, seq_len: int) -> int | None:
+        """Return how many sequences the training text has; the rest behind the last is left out."""
+        return (len(self.train_N) - 1) // seq_len
+
+    def rows(self, numbers_B: np.ndarray[Any, Any], seq_len: int) -> Tensor:
+        """Return rows by number; the last target of one is the first input of the next."""
+        return _gather(self.train_N, numbers_B.astype(np.int64) * seq_len, seq_len)
 
     def validation(self, *, batches: int, batch_size: int, seq_len: int) -> list[Tensor]:
         """Return sequences spaced evenly over the validation text, `(B, T + 1)` each."""

@@ -12,7 +12,7 @@ from atoll.coordinator.report.view import (
     utilisation,
     utilisation_of,
 )
-from atoll.coordinator.run.status import Event, Gap
+from atoll.coordinator.run.status import Event, Gap, RowsStatus
 from atoll.coordinator.run.text import ABSENT
 
 HOSTILE = "\x1b[2J\x1b]0;owned\x07[red]x[/red]\r\nround 99 \u202eevil\u0000"
@@ -349,3 +349,9 @@ def test_joins_and_leaves_are_printed_once(sample):
     assert [line.split("  ")[1] for line in lines(gone, before)] == [f"{one.name} joined"]
     silent = replace(before, peers=[replace(one, state="gone"), *others])
     assert lines(before, silent) == []  # an event says so
+
+
+def test_progress_through_the_rows_is_one_line(sample):
+    rows = RowsStatus(number=2, done=4080, held=11, total=12_000)
+    assert "pass 2, 34% of 12,000 units, 11 held" in render_status(replace(sample(37), rows=rows))
+    assert "units" not in render_status(sample(37))

@@ -175,36 +175,5 @@ def test_an_old_coordinator_ends_and_does_not_start_again(tmp_path: Path) -> Non
     asyncio.run(supersede(tmp_path))
 
 
-async def outlive_an_epoch(folder: Path) -> None:
-    """The peers are an epoch beyond the copy that the coordinator is restored from."""
-    lab, aside = Lab(folder), folder / "aside"
-    try:
-        first, invite = await lab.coordinator("first", lab.spec)
-        peers = [await lab.peer(name, invite) for name in ("one", "two")]
-        await lab.seen(invite, lambda now: now.copies and now.copies.position >= 4, first, *peers)
-        key = shutil.copy(folder / "first" / "recovery.key", folder / "recovery.key")
-        shutil.copytree(lab.copies, aside)
-        await lab.lose(*peers)
-        peers = [await lab.peer(name, invite) for name in ("one", "two")]
-        opened = await lab.seen(invite, lambda now: now.epoch > 0, first, *peers)
-        before = await lab.seen(
-            invite, lambda now: now.position > opened.position + 2, first, *peers
-        )
-        await lab.lose(first)
-        shutil.rmtree(folder / "first")
-        second, again = await lab.coordinator("second", "--restore", aside, "--recovery-key", key)
-        assert again == invite
-        now = await lab.seen(invite, lambda now: now.position > before.position + 4, second, *peers)
-        assert now.epoch == before.epoch  # learned from the peers; no rival was opened
-        assert chain_of(folder / "second")[before.position].hex() == before.chain
-    finally:
-        for child in reversed(lab.children):
-            await child.stop()
-
-
-def test_peers_an_epoch_beyond_the_copy_bring_it_up_to_date(tmp_path: Path) -> None:
-    asyncio.run(outlive_an_epoch(tmp_path))
-
-
 def test_a_run_outlives_its_coordinator_and_then_all_of_its_machines(tmp_path: Path) -> None:
     asyncio.run(hold(tmp_path))

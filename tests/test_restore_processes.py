@@ -16,7 +16,7 @@ from atoll.coordinator.run.status import RunStatus
 from atoll.optim.log.entry import Entry, extend_chain, sha256
 from atoll.optim.log.store import LOG_FILE
 from atoll.peer.cli.watching import asking
-from atoll.peer.lab.children import Child
+from atoll.peer.lab.children import BAD_INPUT, Child
 from support.child_runs import PEER, until, write_spec
 
 # In one process: tests/coordinator/copies.
@@ -140,6 +140,39 @@ async def hold(folder: Path) -> None:
     finally:
         for child in reversed(lab.children):
             await child.stop()
+
+
+async def supersede(folder: Path) -> None:
+    """The old coordinator was only out of reach: it runs on, or comes back."""
+    lab = Lab(folder)
+    listen, dht_listen = (f"127.0.0.1:{free_port()}" for _ in range(2))
+    addresses = ("--listen", listen, "--dht-listen", dht_listen)
+    try:
+        first, invite = await lab.coordinator("first", lab.spec)
+        await lab.seen(invite, lambda now: now.copies and now.copies.at, first)
+        restored = ("--restore", lab.copies, "--recovery-key", folder / "first" / "recovery.key")
+        second, _ = await lab.coordinator("second", *restored, *addresses)
+        signed = (folder / "first" / "epoch.signed").read_bytes()
+        async with asyncio.timeout(60):
+            while first.running:
+                await asyncio.sleep(0.5)
+        assert first.exit_code == BAD_INPUT
+        again = await lab.start("back", "coordinator", lab.spec, "--state-dir", folder / "first")
+        async with asyncio.timeout(60):
+            while again.running:
+                await asyncio.sleep(0.5)
+        assert again.exit_code == BAD_INPUT
+        for ended in (first, again):
+            assert "restored from its copies by another coordinator" in str(ended.failure())
+        assert (folder / "first" / "epoch.signed").read_bytes() == signed
+        assert second.running
+    finally:
+        for child in reversed(lab.children):
+            await child.stop()
+
+
+def test_an_old_coordinator_ends_and_does_not_start_again(tmp_path: Path) -> None:
+    asyncio.run(supersede(tmp_path))
 
 
 def test_a_run_outlives_its_coordinator_and_then_all_of_its_machines(tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from typing import Any, TypeVar
 PIECE_BYTES = 1 << 20  # read and written at once
 ANSWER_S = 60.0  # for a small request: a target that takes longer counts as unreachable
 CONNECT_S, READ_S = 20.0, 60.0  # deadlines inside s3fs, which would wait forever for some answers
+FULL = "it is full"
 BUCKETS = frozenset({"s3", "s3a", "gs", "gcs", "abfs", "az", "oss", "memory"})
 """Protocols without folders, whose puts are atomic."""
 
@@ -84,7 +85,11 @@ class Target:
         self._has_folders = protocol not in BUCKETS
 
     def put(self, name: str, what: str, chunks: Iterable[bytes]) -> CopyObject:
-        """Write a new object. Raises TargetFailed; then part of it may be there."""
+        """Write a new object.
+
+        Raises:
+            TargetFailed: it cannot be written; what is there of it is deleted, if that works.
+        """
         digest, length = hashlib.sha256(), 0
 
         def counted() -> Iterator[bytes]:
@@ -94,7 +99,12 @@ class Target:
                 length += len(chunk)
                 yield chunk
 
-        self._write(name, counted())
+        try:
+            self._write(name, counted())
+        except TargetFailed:
+            with contextlib.suppress(TargetFailed):  # else a full disk fills up with parts of tries
+                self.delete(name)
+            raise
         return CopyObject(what=what, name=name, bytes=length, sha256=digest.hexdigest())
 
     def replace(self, name: str, data: bytes) -> None:
@@ -170,7 +180,7 @@ class Target:
     def expect_writable(self) -> None:
         """Write an object, read it back and delete it. Raises TargetFailed."""
         name, data = f"probe-{os.urandom(4).hex()}", os.urandom(16)
-        self._write(name, [data])
+        self.put(name, "", [data])
         try:
             found = self.read(name, len(data))
         except CopyDamaged as error:
@@ -243,11 +253,16 @@ def reason(error: BaseException) -> str:
         case FileNotFoundError() | NotADirectoryError():
             return "the folder or bucket is not there"
         case OSError(errno=errno.ENOSPC | errno.EDQUOT):
-            return "it is full"
+            return FULL
         case TimeoutError():
             return "it does not answer"
         case _:
             return type(error).__name__
+
+
+def is_full(error: TargetFailed) -> bool:
+    """Return whether a target failed for want of room."""
+    return reason(error) == FULL
 
 
 def within(timeout_s: float, work: Callable[[], T]) -> T:

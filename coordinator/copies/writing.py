@@ -34,7 +34,14 @@ from atoll.coordinator.copies.owners import (
     owners,
 )
 from atoll.coordinator.copies.sealing import RECOVERY_FILE, RecoveryKey
-from atoll.coordinator.copies.target import CopyDamaged, CopyObject, NotOurs, Target
+from atoll.coordinator.copies.target import (
+    CopyDamaged,
+    CopyObject,
+    NotOurs,
+    Target,
+    TargetFailed,
+    is_full,
+)
 from atoll.coordinator.history import History
 from atoll.coordinator.service.server import LogFiles
 from atoll.optim.log.entry import sha256
@@ -62,7 +69,7 @@ class WrittenCopy:
     positions: tuple[int, ...]
     """Of each module."""
     wire_bytes: int
-    """Written for it."""
+    """Written for it, also by tries that failed."""
     is_new: bool = True
     """False if nothing had changed since the one before."""
 
@@ -142,8 +149,7 @@ class CopyWriter:
             StoreError, OSError, sqlite3.Error: the log here cannot be read.
         """
         self.expect_newest()
-        self._written = []
-        modules = tuple(map(self._module, self._logs))
+        files, modules = self._pieces()
         serial = self._newest.serial + 1 if self._newest is not None else 1
         manifest = Manifest(
             run_id=self._run_id,
@@ -151,7 +157,7 @@ class CopyWriter:
             serial=serial,
             at_s=self._clock(),
             before=self._name,
-            files=self._files(),
+            files=files,
             modules=modules,
         )
         positions = tuple(module.position for module in modules)
@@ -163,9 +169,9 @@ class CopyWriter:
         self.moved_s = time.monotonic()
         self._name, self._before, self._newest = name, self._newest, manifest
         self._known = {piece.what: piece for piece in manifest.pieces()}
-        return WrittenCopy(
-            positions=positions, wire_bytes=sum(piece.bytes for piece in self._written)
-        )
+        wire_bytes = sum(piece.bytes for piece in self._written)
+        self._written = []
+        return WrittenCopy(positions=positions, wire_bytes=wire_bytes)
 
     def prune(self) -> None:
         """Delete what neither the newest copy nor the one before names. Raises TargetFailed."""
@@ -182,6 +188,27 @@ class CopyWriter:
                 self._target.delete_folder(earlier)
 
     # Parts of a copy
+
+    def _pieces(self) -> tuple[CopyObject, tuple[CopiedModule, ...]]:
+        """Write all objects of a copy that are not there yet; no manifest names them so far."""
+        try:
+            modules = tuple(map(self._module, self._logs))
+            return self._files(), modules
+        except TargetFailed as error:
+            if is_full(error):
+                self._make_room()
+            raise
+
+    def _make_room(self) -> None:
+        """Delete what failed copies have written: the next may need others, of the same length.
+
+        After other failures it stays, so that a bad link need not carry it twice.
+        """
+        while self._written:
+            piece = self._written.pop()
+            self._known.pop(piece.what, None)
+            with suppress(TargetFailed):
+                self._target.delete(piece.name)
 
     def _module(self, log: CopiedLog) -> CopiedModule:
         store, name = log.store, log.files.module

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import os
+import shutil
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from atoll.coordinator.copies.keeping import Copies
 from atoll.coordinator.copies.manifest import read_latest, read_manifest
 from atoll.coordinator.copies.owners import read_owner
 from atoll.coordinator.copies.restoring import find, restore
@@ -105,6 +108,73 @@ def test_a_crash_at_any_write_leaves_the_older_copy_whole(past: Run, how: str) -
     # A body, entries, the manifest and `latest`; once renamed, `latest` is past the last fault.
     assert num == 5 and owner
     assert seen == {(4,)}
+
+
+class Full(Target):
+    """A folder on a disk that is full from its `num`th write on: the kernel says so."""
+
+    def __init__(self, url: str, num: int) -> None:
+        super().__init__(url)
+        self.left = num
+
+    def _write(self, name: str, chunks: Iterable[bytes]) -> None:
+        self.left -= 1
+        if self.left <= 0:
+            path = Path(self._path(name))
+            path.unlink(missing_ok=True)
+            path.symlink_to("/dev/full")
+        super()._write(name, chunks)
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full on this system")
+@pytest.mark.parametrize("num", [1, 2, 3, 4])
+def test_a_full_disk_keeps_the_older_copy_and_no_parts_of_newer(past: Run, num: int) -> None:
+    """Each failed try left up to a whole state behind, so that the disk was never free again."""
+    told: list[tuple[str, str]] = []
+    with opened(past.state_dir) as log:
+        writer = writer_of(past.target, past.state_dir, log)
+        truncated(past, writer, log.store, 4)
+        owned = past.folder / read_owner(past.state_dir)
+        before = names(owned)
+        copies = Copies(writer, lambda level, text: told.append((level, text)))
+        writer._target = Full(past.folder.as_uri(), num)
+        asyncio.run(copies.copy())
+        asyncio.run(copies.copy())
+        left = names(owned) - before
+        if num < 3:  # a body, entries; then the manifest and `latest`, which need them
+            assert not left
+        else:
+            assert {name.partition("-")[0] for name in left} <= {
+                "body",
+                "rounds",
+                "manifest",
+                "latest.new",
+            }
+        assert copies.status.failing == "it is full" and len(told) == 1
+        assert told[0][0] == "warning" and "it is full" in told[0][1]
+        assert find(past.target, past.key).positions == (4,)
+        aside = Target(
+            str(shutil.copytree(past.folder, past.folder.with_name("aside"), symlinks=True))
+        )
+        restore(aside, past.key, find(aside, past.key), past.state_dir.with_name("older"))
+        (owned / "latest.new").unlink(missing_ok=True)
+        writer._target = past.target
+        asyncio.run(copies.copy())
+        assert told[-1] == ("info", f"copies work again: the newest is after round {ROUNDS}")
+        assert find(past.target, past.key).positions == (ROUNDS,)
+
+
+def test_a_link_that_fails_need_not_carry_an_object_twice(past: Run) -> None:
+    with opened(past.state_dir) as log:
+        writer = writer_of(past.target, past.state_dir, log)
+        writer._target = Cut(past.folder.as_uri(), 2, "before")
+        with pytest.raises(TargetFailed):
+            writer.write()
+        owned = past.folder / read_owner(past.state_dir)
+        (snapshot,) = (name for name in names(owned) if name.startswith("snapshot"))
+        writer._target = past.target
+        writer.write()
+        assert find(past.target, past.key).manifest.modules[0].snapshot.name.endswith(snapshot)
 
 
 def test_what_a_copy_has_is_not_sent_again(past: Run) -> None:

@@ -41,9 +41,10 @@ class HopRules:
     """Inner steps that a peer may take between a microbatch's forward and its gradient."""
     exact: bool = False
     """Gradients are held until the origin says which peers' count."""
-    max_in_flight: int = 48
-    """Microbatches in work at one peer. Real processes in three stages, at 25 Mbit/s and 50 ms, did
-    0.88 of their bound with 32, and 0.93 with 48 (docs/benchmarks/pipeline.md)."""
+    max_in_flight: int = 32
+    """Microbatches in work at one peer. With 16 the links between three stages were idle for 15 to
+    18% of the time at 25 Mbit/s, with 32 for 5 to 10% (in virtual time, by turns at each link).
+    With 48 they wait longer on slow links (docs/benchmarks/pipeline.md)."""
     max_bytes: int = 1 << 30
     """Of frames and tokens that one peer keeps; one origin or sender gets half."""
     max_passes: int = 1 << 16

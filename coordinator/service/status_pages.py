@@ -1,8 +1,8 @@
 """The run's status for everybody who watches, made once for all of them.
 
 A status of a large run takes tens of milliseconds to make, and hundreds of watchers ask each
-second. So one is handed out for as long as making it may take a tenth of the time: a small run's
-for a few milliseconds, a large one's for up to a second.
+second. Who waits while one is made that was begun after the question gets that one. If making them
+has taken a tenth of the time lately, the last one is handed out again for up to a second.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from atoll.coordinator.run.frames import compress
 from atoll.coordinator.run.status import RunStatus
 
-MAKING_SHARE = 0.1  # of one core, at most
+MAKING_SHARE = 0.1  # of one core
+BURST_S = 1.0  # of time whose share may be used at once: a few watchers always get a new one
 MAX_AGE_S = 1.0  # what is shown is hardly newer: peers report once a second
 
 
@@ -24,7 +25,7 @@ class _Page:
     """A packed status."""
 
     packed: bytes
-    until_s: float
+    began_s: float
 
 
 def pack(status: RunStatus) -> bytes:
@@ -46,6 +47,8 @@ class StatusPages:
         self._clock = clock
         self._pages: dict[str, _Page] = {}
         """by module; `make` refuses names that the run does not have"""
+        self._paid_until_s = 0.0
+        """to when the time that making has taken is within its share"""
         self._making = asyncio.Lock()
 
     async def page(self, module: str) -> bytes:
@@ -54,13 +57,14 @@ class StatusPages:
         Raises:
             Refusal: the run has no such module.
         """
-        async with self._making:  # who waits for one that is being made takes it
-            kept = self._pages.get(module)
-            if kept is not None and self._clock() < kept.until_s:
+        asked_s = self._clock()
+        async with self._making:
+            kept, now_s = self._pages.get(module), self._clock()
+            oldest_s = now_s - MAX_AGE_S if self._paid_until_s > now_s + BURST_S else asked_s
+            if kept is not None and kept.began_s >= oldest_s:
                 return kept.packed
-            began_s = self._clock()
             packed = await asyncio.to_thread(pack, self._make(module))
-            took_s = self._clock() - began_s
-            until_s = self._clock() + min(took_s / MAKING_SHARE, MAX_AGE_S)
-            self._pages[module] = _Page(packed, until_s)
+            self._pages[module] = _Page(packed, now_s)
+            took_s = self._clock() - now_s
+            self._paid_until_s = max(self._paid_until_s, now_s) + took_s / MAKING_SHARE
             return packed

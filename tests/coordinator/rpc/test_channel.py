@@ -18,6 +18,7 @@ from atoll.coordinator.rpc.client_errors import (
     CoordinatorUnreachable,
     WrongCertificate,
 )
+from atoll.coordinator.run.frames import compress
 from atoll.coordinator.run.invite import Invite
 from atoll.coordinator.run.keys import RunKeys
 
@@ -107,7 +108,7 @@ def test_a_status_of_a_newer_version_is_named_so(kit: Any, tmp_path: Path) -> No
             client = net.client(0)
 
             class Newer:
-                status = b'{"run_name": "x", "run_id": "", "moods": []}'
+                packed = compress(b'{"run_name": "x", "run_id": "", "moods": []}')
 
             async def call(name: str, request: object) -> Newer:
                 return Newer()

@@ -7,7 +7,7 @@ import pytest
 from atoll.coordinator.admission_control import Refusal, RefusalStatus
 from atoll.coordinator.run.frames import decompress
 from atoll.coordinator.run.status import RunStatus
-from atoll.coordinator.service.status_pages import MAX_AGE_S, StatusPages
+from atoll.coordinator.service.status_pages import MAKING_SHARE, MAX_AGE_S, StatusPages
 from support.status import make_status
 
 MAKES_S = 0.03
@@ -41,18 +41,32 @@ def test_watchers_of_one_moment_get_one_status() -> None:
     assert asyncio.run(main()) == ({1}, 1)
 
 
-@pytest.mark.parametrize(("takes_s", "fresh_s"), [(MAKES_S, 10 * MAKES_S), (5.0, MAX_AGE_S)])
-def test_making_takes_a_tenth_of_the_time_and_none_is_old(takes_s: float, fresh_s: float) -> None:
+def test_a_few_watchers_always_get_a_new_one() -> None:
     async def main() -> list[int]:
-        run = Making(takes_s)
-        found = [await run.position()]
-        run.now_s += 0.99 * fresh_s
-        found.append(await run.position())
-        run.now_s += 0.02 * fresh_s
-        found.append(await run.position())
+        run, found = Making(MAKES_S), []
+        for _ in range(5):
+            found.append(await run.position())
+            run.now_s += 1.0
         return found
 
-    assert asyncio.run(main()) == [1, 1, 2]
+    assert asyncio.run(main()) == [1, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize("takes_s", [MAKES_S, 0.5])
+def test_many_watchers_take_a_tenth_of_the_time_and_none_sees_old(takes_s: float) -> None:
+    async def main() -> tuple[float, float]:
+        run, newest, made_s, oldest_s = Making(takes_s), 0, 0.0, 0.0
+        while run.now_s < 100.0:
+            run.now_s += 0.01
+            asked_s = run.now_s
+            if await run.position() > newest:
+                newest, made_s = len(run.made), asked_s
+            oldest_s = max(oldest_s, asked_s - made_s)
+        return len(run.made) * takes_s / run.now_s, oldest_s
+
+    share, oldest_s = asyncio.run(main())
+    assert oldest_s < MAX_AGE_S + takes_s
+    assert share < 0.12 or takes_s > MAKING_SHARE * MAX_AGE_S
 
 
 def test_modules_have_pages_of_their_own_and_unknown_ones_none() -> None:

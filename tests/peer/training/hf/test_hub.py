@@ -103,6 +103,7 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
     serving = threading.Thread(target=server.serve_forever, args=(0.02,))
     serving.start()
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", server.address)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)  # it is on loopback
     monkeypatch.setenv("HF_TOKEN", TOKEN)
     yield server
     server.shutdown()

@@ -27,6 +27,7 @@ from atoll.optim.state.updates import Update, dense
 from atoll.peer.daemon.reducer import RunReducer
 from atoll.peer.lab.hunt.edges import Machine
 from atoll.peer.lab.hunt.order_audits import OrderAudit
+from atoll.peer.lab.hunt.unit_audits import UnitAudit
 
 CLOSE = 1e-3  # sums of some hundred steps in fp32, of values around 1
 Place = tuple[int, int]
@@ -44,8 +45,9 @@ class RuleBroken(AssertionError):
 class Audit:
     """The rules of a run that one machine alone cannot see."""
 
-    def __init__(self, run_key: bytes, planned: tuple[float, float]) -> None:
-        """Begin a run with learning rate and momentum of its outer step."""
+    def __init__(self, run_key: bytes, planned: tuple[float, float], *, units: int = 0) -> None:
+        """Begin a run with learning rate and momentum of its outer step, and units of a pass."""
+        self.units = UnitAudit(units, self.fail)
         self.orders = OrderAudit(run_key, planned, self.fail)
         self.broken: RuleBroken | None = None
         """the first rule that was broken; the world ends with it"""
@@ -77,6 +79,7 @@ class Audit:
     def decided(self, machine: Machine, entry: Entry) -> None:
         """Take an entry that a machine holds for decided."""
         self.orders.decided(machine.name, entry)
+        self.units.decided(machine.name, entry)
         place = entry.epoch, entry.position
         if self._decided.setdefault(place, entry.digest) != entry.digest:
             self.fail("one entry a position", f"{machine.name} has another at {place}")

@@ -215,5 +215,6 @@ def story_of(verdict: RunVerdict) -> Sequence[str]:
     settings = (
         f"{plan.method} {plan.codec}, {plan.trainers} trainers, {plan.keepers} keepers, "
         f"{plan.step_s:g} s a step, latency {plan.latency_s:g} s, healed after {plan.lasts_s:g} s"
+        + (f", {plan.units} units a pass" if plan.units else "")
     )
     return [settings, *map(str, plan.faults), "", *verdict.story]

@@ -111,6 +111,8 @@ class RunPlan:
     lasts_s: float
     """Seconds until everything heals."""
     faults: tuple[PlannedFault, ...]
+    units: int = 0
+    """Of a pass, in a run with `data.once`; 0 in another."""
 
     def without(self, gone: range) -> RunPlan:
         """Return the plan without some of its faults."""
@@ -146,6 +148,9 @@ def draw(seed: int, *, minutes: float | None = None) -> RunPlan:
     if method != "noloco" and ordering.random() < 0.5:
         every_s = ordering.choice([5.0, 15.0, 40.0])
         faults += _faults(ordering, ORDERS, since_s, lasts_s, every_s)
+    counting = random.Random(f"units {seed}")  # likewise
+    may_count = method == "diloco" and not keepers
+    units = counting.choice([0, 0, 30, 300]) if may_count else 0
     return RunPlan(
         seed=seed,
         method=method,
@@ -160,6 +165,7 @@ def draw(seed: int, *, minutes: float | None = None) -> RunPlan:
         snapshot_every=chance.choice([2, 4]),
         lasts_s=lasts_s,
         faults=tuple(sorted(faults, key=lambda fault: fault.at_s)),
+        units=units,
     )
 
 

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from atoll.optim.methods.worker import Worker
+from atoll.optim.reducer import Reducer
 from atoll.optim.state.layout import Layout
 from atoll.peer.daemon.peer import Peer
 from atoll.peer.daemon.reducer import NetworkReducer, RunReducer
@@ -30,6 +31,8 @@ from atoll.peer.errors import SavedStateError
 from atoll.peer.lab.hunt.audits import AuditedResidual, WorkAudit
 from atoll.peer.lab.hunt.edges import here
 from atoll.peer.training import saved
+from atoll.peer.training.data.units import HeldUnits
+from atoll.peer.training.trainer import WatchedReducer
 
 T = TypeVar("T")
 
@@ -216,6 +219,8 @@ class Training:
         self._step_s = step_s
         self._noise = torch.Generator().manual_seed(seed)
         self.audit = WorkAudit(machine)
+        self._held = HeldUnits() if peer.spec.data.num_units else None
+        """The units that this trainer holds; None in a run without `data.once`."""
         self.turns = LoopTurns(self._train)
         self.worker: Worker | None = None
         self._thread = TurnThread(peer)
@@ -243,7 +248,8 @@ class Training:
             reducer.leave_residuals(lambda f: AuditedResidual(replay.residual(f), self.audit, f))
         steps = self._peer.spec.outer.inner_steps
         self.audit.watch(reducer, model)
-        self.worker = worker = reducer.method.worker(model, inner, reducer, inner_steps=steps)
+        method, counted = reducer.method, self._counted(reducer)
+        self.worker = worker = method.worker(model, inner, counted, inner_steps=steps)
         self.audit.begin(worker)
         self._resume(worker)
         targets = [torch.randn(p.shape, generator=self._noise) for p in model.parameters()]
@@ -255,8 +261,24 @@ class Training:
             if self.audit.windows and self.audit.windows % 4 == 0 and worker.step_in_window == 0:
                 self._save(worker)
 
+    def _counted(self, reducer: RunReducer) -> Reducer:
+        """Return the reducer as a worker has it that trains on units."""
+        if self._held is None:
+            return reducer
+        return WatchedReducer(reducer, self._held.settle, done_units=self._held.hand_in)
+
+    def _pass_step(self, worker: Worker) -> None:
+        for parameter in worker.model.parameters():
+            parameter.grad = None
+        self.audit.step(worker, lambda: worker.advance(tokens=0))
+
     def _step(self, worker: Worker, model: nn.Module, targets: list[Tensor]) -> None:
         loss = 0.0
+        if self._held is not None:
+            if self._held.is_empty:
+                self._pass_step(worker)
+                return
+            self._held.take()
         for parameter, target in zip(model.parameters(), targets, strict=True):
             distance = parameter.detach() - target
             parameter.grad = distance + 0.3 * torch.randn(target.shape, generator=self._noise)
@@ -270,6 +292,8 @@ class Training:
     def _save(self, worker: Worker) -> None:
         with contextlib.suppress(OSError):  # a full disk: the state before stays
             tree = {"worker": worker.state_dict(), "audit": self.audit.state_dict()}
+            if self._held is not None:
+                tree["held"] = self._held.state_dict()
             saved.save(self._path, tree, kind=KIND, run="hunt")
 
     def _resume(self, worker: Worker) -> None:
@@ -279,5 +303,7 @@ class Training:
             return
         stats = tree["worker"]["statistics"]
         self.audit.load_state_dict(tree["audit"], closed=stats["included"] + stats["left_out"])
+        if self._held is not None:
+            self._held.load_state_dict(tree["held"])
         worker.load_state_dict(tree["worker"])
         self.audit.resumed(worker)

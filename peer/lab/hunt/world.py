@@ -168,7 +168,7 @@ class World:
         )
         method = self.spec.method()
         planned = getattr(method, "lr", 0.0), getattr(method, "momentum", 0.0)
-        self.audit = Audit(_keys(plan).run_public_key, planned)
+        self.audit = Audit(_keys(plan).run_public_key, planned, units=plan.units)
         self.coordinator = CoordinatorMachine(self, "coordinator", _identity(plan, 0))
         self.organiser = Organiser(self, _keys(plan), _identity(plan, -1), plan.faults)
         self.peers: list[PeerMachine] = []
@@ -840,7 +840,8 @@ def _spec_of(plan: RunPlan) -> RunSpec:
             "run": {"name": "hunt", "rounds": 0},
             "outer": {"method": plan.method, "inner_steps": 4},
             "compression": {"codec": plan.codec},
-            "data": {"seq_len": TOKENS},  # a round is as long as the coordinator takes it for
+            # A round is as long as the coordinator takes it for.
+            "data": {"seq_len": TOKENS} | _once(plan),
             "inner": {"batch_size": 1},
             "round": {
                 "min_peers": min(2, plan.trainers),
@@ -856,6 +857,10 @@ def _spec_of(plan: RunPlan) -> RunSpec:
             },
         }
     )
+
+
+def _once(plan: RunPlan) -> dict[str, Any]:
+    return {"once": True, "same_text": True, "units": plan.units} if plan.units else {}
 
 
 def _identity(plan: RunPlan, number: int) -> Identity:

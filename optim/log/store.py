@@ -516,7 +516,8 @@ class LogStore:
             epoch = self._one("SELECT max(epoch) FROM epochs")[0] or 0
         if row is None:
             return StoreHead(epoch=epoch, position=self._base()[0], chain=self._base()[1])
-        return StoreHead(epoch=max(epoch, row[1]), position=row[0] + 1, chain=row[2])
+        newest = row[1] if isinstance(row[1], int) else 0  # rot; `mend` drops that entry
+        return StoreHead(epoch=max(epoch, newest), position=row[0] + 1, chain=row[2])
 
     def append(
         self,
@@ -1042,13 +1043,16 @@ class LogStore:
 
 
 def _record(row: tuple[Any, ...], *, is_unwritten: bool) -> StoredEntry:
+    """Return a row of `entries`. A value of another type has rotted: `mend` drops such an entry."""
+    numbers = [value if isinstance(value, int) else -1 for value in (row[0], row[5])]
+    texts = [value if isinstance(value, bytes) else b"" for value in row[2:5]]
     return StoredEntry(
-        epoch=row[0],
+        epoch=numbers[0],
         position=row[1],
-        entry=row[2],
-        certificate=row[3],
-        chain=row[4],
-        body_bytes=row[5],
+        entry=texts[0],
+        certificate=texts[1],
+        chain=texts[2],
+        body_bytes=numbers[1],
         has_body=bool(row[6]) or is_unwritten,
     )
 

@@ -8,12 +8,14 @@ from __future__ import annotations
 import sqlite3
 from collections.abc import Iterator
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from atoll.coordinator.run.keys import RunKeys
-from atoll.optim.log.mending import Scrub, checked_body
+from atoll.optim.log.entry import verify_key
+from atoll.optim.log.mending import Scrub, checked_body, mend
 from atoll.optim.log.store import LOG_FILE, Damaged, NotStored
 from support import kit
 from support.logs import Log, flip
@@ -122,3 +124,21 @@ def test_a_scrub_goes_on_while_the_log_grows_and_is_pruned(log: Log) -> None:
     while not scrub.step(1):
         pass
     assert log.whole.store.take_damaged() == []
+
+
+@pytest.mark.parametrize("column", ["epoch", "entry", "chain", "body_bytes"])
+def test_a_value_that_has_rotted_ends_no_start(log: Log, column: str) -> None:
+    store = log.whole.store
+    with closing(sqlite3.connect(log.folder / "whole" / LOG_FILE)) as db, db:
+        db.execute(f"UPDATE entries SET {column} = 'rot' WHERE position = 8")
+    damage = mend(store, verify_run=partial(verify_key, log.keys.run_public_key))
+    assert (damage.entries_from, damage.entries) == (8, 1)
+    assert store.head.position == 8
+
+
+def test_a_certificate_that_has_rotted_is_dropped_alone(log: Log) -> None:
+    store = log.whole.store
+    with closing(sqlite3.connect(log.folder / "whole" / LOG_FILE)) as db, db:
+        db.execute("UPDATE entries SET certificate = 'rot' WHERE position = 8")
+    damage = mend(store, verify_run=partial(verify_key, log.keys.run_public_key))
+    assert (damage.entries, damage.certificates) == (0, [8])

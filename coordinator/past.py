@@ -154,7 +154,7 @@ def rows_of(units: bytes | None, total: int) -> RowsStatus | None:
 
 
 def _units(log: PastLog, position: int) -> bytes | None:
-    """Who held which units after a round."""
+    """Return the table of units after a round; None if its entry cannot be read."""
     for raw in log.entries(position - 1, position):
         try:
             return Entry.decode(raw).units

@@ -191,7 +191,7 @@ class _LogEnd:
     started_s: float | None
     settings: RunSettings
     units: bytes
-    """Who holds which units of the run's rows."""
+    """The table of units (`atoll.optim.log.units`), as the last entry carries it."""
     params: int
 
     def standing(self, spec: RunSpec, name: str) -> ModuleStatus:

@@ -203,7 +203,9 @@ class Chaos(Case):
             time.sleep(0.2)
         for process in left:
             with suppress(psutil.NoSuchProcess):
-                self.left_behind.append(f"host {host}: {' '.join(process.cmdline())[:200]}")
+                # Without the interpreter, whose path is this machine's.
+                words = " ".join(process.cmdline()[1:])
+                self.left_behind.append(f"host {host}: {words[:200]}")
                 process.kill()
 
     def lab_processes(self, host: int) -> list[psutil.Process]:

@@ -403,7 +403,7 @@ class ReplicaStanding:
     """The settings that orders have changed up to the head (`orders.py`); None if they are not
     known: the entry before the head is missing here."""
     units: bytes | None = b""
-    """Who holds which units of the run's rows at the head (`units.py`); None as for `settings`."""
+    """The table of units at the head (`units.py`); None as for `settings`."""
     state: OuterState | None = None
     """The state at the head, or an older one (`ReplicaView.is_current`)."""
     snapshots: dict[int, SnapshotFile] = field(default_factory=dict)

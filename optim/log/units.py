@@ -119,7 +119,7 @@ class Lease(Record):
 
 
 class UnitTable(Record):
-    """Who holds what in the present pass; the rule is the module's."""
+    """The units of the present pass, and the peers that hold them; the module states the rule."""
 
     max_bytes: ClassVar[int] = MAX_UNITS
 

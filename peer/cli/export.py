@@ -79,12 +79,13 @@ def add_parser(subparsers: Subparsers) -> None:
 def run(args: argparse.Namespace) -> int:
     """Find the checkpoint, or compute it from a log, and write it."""
     from atoll.coordinator.checkpoint_sets import find
-    from atoll.peer.training.hf.hub import expect_can_push
     from atoll.peer.training.one_file import ExportError
 
     if args.public and args.push is None:
         raise ExportError("--public is for the repository of --push; pass --push, or omit it")
     if args.push is not None:
+        from atoll.peer.training.hf.hub import expect_can_push
+
         expect_can_push(args.push)
     if args.round is None:
         return _export(args, find(args.checkpoint))
@@ -112,7 +113,6 @@ def _parent(out: Path) -> Path:
 def _export(args: argparse.Namespace, found: CheckpointSet) -> int:
     from atoll.coordinator.checkpoints import after_rounds
     from atoll.peer.training.hf.export import export, export_stages
-    from atoll.peer.training.hf.hub import push
     from atoll.peer.training.one_file import ExportError, export_parameters
     from atoll.peer.training.trained import load_checkpoint
 
@@ -135,6 +135,8 @@ def _export(args: argparse.Namespace, found: CheckpointSet) -> int:
     text = f"{what} {after_rounds(found.positions)}"
     print(f"{args.out}: {text}", file=sys.stderr)
     if args.push is not None:
+        from atoll.peer.training.hf.hub import push
+
         message = f"{found.headers[0].spec.run.name}: {text}"
         where = push(args.out, args.push, message=message, is_public=args.public)
         print(f"uploaded: {where}", file=sys.stderr)

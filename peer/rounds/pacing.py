@@ -268,7 +268,7 @@ class _QueuedSend:
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """How much may be unconfirmed beside what is under way for a round trip."""
+    """Bounds of what may be unconfirmed beside what is under way for a round trip."""
 
     least_bytes: int = MIN_IN_FLIGHT_BYTES
     queue_s: float = QUEUE_S

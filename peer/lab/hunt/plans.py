@@ -112,7 +112,7 @@ class RunPlan:
     """Seconds until everything heals."""
     faults: tuple[PlannedFault, ...]
     units: int = 0
-    """Of a pass, in a run with `data.once`; 0 in another."""
+    """The number of units of a pass, in a run with `data.once`; 0 in another."""
 
     def without(self, gone: range) -> RunPlan:
         """Return the plan without some of its faults."""

@@ -13,7 +13,7 @@ Fail = Callable[[str, str], None]
 
 @dataclass(frozen=True, kw_only=True)
 class _Counted:
-    """What a chain has counted in its present pass."""
+    """The units that a chain has counted in its present pass."""
 
     table: bytes = b""
     done: frozenset[int] = frozenset()

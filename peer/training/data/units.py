@@ -93,7 +93,7 @@ class HeldUnits:
         self._used = 0
         """Units at the front whose work is in the drift."""
         self._handed_in: int | None = None
-        """Of these, those in the contribution under way."""
+        """The number of these that the contribution under way has; None if none is under way."""
         self._may_train = False
         """False until the contribution is handed in that counts for nothing, as a joiner's first
         does (docs/protocol.md, part 3): nothing is trained for it."""

@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import sqlite3
-from collections import Counter
+from collections import Counter, defaultdict
 from pathlib import Path
 
 import pytest
@@ -28,8 +28,13 @@ def read_log(folder: Path) -> list[Entry]:
     return [Entry.decode(row[0]) for row in rows]
 
 
+def trainers(log: list[Entry]) -> set[str]:
+    """Return the peers whose units a log has."""
+    return {member.peer_id for entry in log for member in entry.members if member.units}
+
+
 async def hold(folder: Path) -> list[Entry]:
-    """Train until a pass is over, while a trainer dies and another joins; return the log."""
+    """Train until a pass is over and all had units, while a trainer dies and another joins."""
     state, invite = folder / "state", folder / "invite"
     spec = write_spec(
         folder, text=TEXT, run={"name": "once", "rounds": 0}, round={"stall_s": 2.0}, data=ONCE
@@ -45,9 +50,11 @@ async def hold(folder: Path) -> list[Entry]:
         named = ("--data", folder / "text.txt", "--name", name, "--state-dir", folder / name)
         return await start(name, "peer", invite, *PEER, *named)
 
-    def all_train() -> bool:
+    def log_of(*, count: int, passes: int = 0) -> list[Entry]:
         log = read_log(state / "log")
-        return len({member.peer_id for e in log for member in e.members if member.units}) == 3
+        if len(trainers(log)) < count or read_units(log[-1].units).number <= passes:
+            return []
+        return log
 
     try:
         coordinator = await start(
@@ -58,13 +65,12 @@ async def hold(folder: Path) -> list[Entry]:
         await until(invite.exists, coordinator)
         for name in ("one", "two", "three"):
             await join(name)
-        await until(all_train, *children)
+        await until(lambda: log_of(count=3), *children)
         lost = children.pop()
         lost.kill()
         await lost.stop()
         await join("four")
-        await until(lambda: read_units(read_log(state / "log")[-1].units).number > 1, *children)
-        return read_log(state / "log")
+        return await until(lambda: log_of(count=4, passes=1), *children)
     finally:
         for child in reversed(children):
             await child.stop()
@@ -72,12 +78,14 @@ async def hold(folder: Path) -> list[Entry]:
 
 def test_no_unit_counts_twice_though_a_trainer_dies_and_another_joins(tmp_path: Path) -> None:
     log = asyncio.run(hold(tmp_path))
-    done, before = Counter[int](), b""
+    done, before = defaultdict[int, Counter[int]](Counter), b""
     for entry in log:
-        if read_units(before).number == 1:
-            for ranges in finished(entry.members, entry.parts, before).values():
-                done.update(unit for start, stop in ranges for unit in range(start, stop))
+        number = read_units(before).number
+        for ranges in finished(entry.members, entry.parts, before).values():
+            done[number].update(unit for start, stop in ranges for unit in range(start, stop))
         before = entry.units
-    assert done.total() == len(done) > 1000
-    assert sorted(done) == list(range(len(done)))
-    assert len({member.peer_id for entry in log for member in entry.members if member.units}) == 4
+    over = range(1, read_units(before).number)
+    assert all(counts.total() == len(counts) for counts in done.values())
+    assert all(sorted(done[number]) == list(range(len(done[1]))) for number in over)
+    assert len(done[1]) > 1000
+    assert len(trainers(log)) == 4

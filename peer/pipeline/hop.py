@@ -375,6 +375,8 @@ class Hop:
         if self._books.steps.is_due and not self._is_evaluating:
             self._take_step()
             return True
+        if self._is_first and self._books.jobs.prefers_new and self._begin(now_s):
+            return True
         job = self._books.jobs.take()
         if job is not None:
             self._run(*job)

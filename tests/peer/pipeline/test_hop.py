@@ -77,6 +77,13 @@ def returned(**changes):
     return machine, the(SendPass, machine.gradient_ready(pass_key(), GRADIENT, 1.1))
 
 
+def come_back(machine, key, now_s=1.0):
+    """Let the second stage return a microbatch to its origin; return the actions."""
+    name = key.microbatch
+    back = header(name.sequence, "backward", stage=0, path=("c0", "b0"), nonce=name.nonce)
+    return machine.offered("b0", back, now_s) + machine.received("b0", back, GRADIENT, now_s)
+
+
 def answer(machine, peer, what, now_s):
     return the(AnswerPass, machine.offered(peer, what, now_s)).answer
 
@@ -171,13 +178,36 @@ def test_only_the_first_stage_begins_evaluations():
 # Queues.
 
 
-def test_what_goes_back_is_computed_before_what_goes_on():
+def test_what_goes_on_and_what_goes_back_take_turns():
     machine, send = handed_over(compute_ahead=1)
     send_in(machine, 1)  # its forward runs
-    send_in(machine, 2)  # its forward waits
+    send_in(machine, 2)  # theirs wait
+    send_in(machine, 3)
     send_back(machine, peer=send.peer)
-    first = the(RunJob, machine.forwarded(pass_key(1), OUTPUT, 2.0))
-    assert (first.kind, first.key) == ("backward", pass_key(0))
+    actions = machine.forwarded(pass_key(1), OUTPUT, 2.0)
+    machine.answered(the(SendPass, actions), ACCEPTED, 2.0)
+    send_back(machine, 1, peer=send.peer)
+    actions += machine.finished(pass_key(0), 3.0)
+    actions += machine.forwarded(pass_key(2), OUTPUT, 4.0)
+    assert [(job.kind, job.key) for job in of(RunJob, actions)] == [
+        ("backward", pass_key(0)),
+        ("forward", pass_key(2)),
+        ("backward", pass_key(1)),
+    ]
+
+
+def test_the_first_stage_begins_another_before_the_next_return():
+    machine, actions = hop(stage=0, next_peers=("b0",), step_microbatches=4, compute_ahead=1)
+    keys = []
+    for _ in range(2):
+        keys.append(the(RunJob, actions).key)
+        actions = machine.began(keys[-1], sequences=SEQUENCES, rows=ROWS, output=OUTPUT, now_s=0.1)
+        machine.answered(the(SendPass, actions), ACCEPTED, 0.2)
+    third = the(RunJob, actions)
+    actions = [action for key in keys for action in come_back(machine, key)]
+    actions += machine.job_failed(third.key, 1.5)
+    actions += machine.finished(keys[0], 2.0)
+    assert [job.kind for job in of(RunJob, actions)] == ["backward", "begin"]
 
 
 def test_the_trainer_has_no_more_jobs_than_allowed():

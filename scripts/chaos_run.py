@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from bisect import insort
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field, replace
@@ -30,6 +31,7 @@ from atoll.dht.testing.wan import Behind, WanLab, WanLink
 from atoll.optim.log.entry import Entry
 from atoll.optim.log.replica import log_folder
 from atoll.optim.log.store import LOG_FILE
+from atoll.peer.daemon.beside.network_side import LEAVE_S
 from atoll.peer.training.bits import held_out, measure
 from atoll.peer.training.devices import Device
 from atoll.peer.training.trained import load_checkpoint
@@ -55,7 +57,10 @@ BEHIND: tuple[Behind, ...] = (
 SLOW_RATE, SLOW_DELAY_MS, SLOW_LOSS = 0.1, 100.0, 0.01
 MEMORY_EVERY_S = 5.0
 EVAL_TOKENS = 32_768
-GONE_S = 10.0  # in which everything that a killed or ended process started has to end
+# In which everything that a killed or ended process started has to end: a network process whose
+# trainer died says goodbye first, which takes long where its link is cut.
+GONE_S = LEAVE_S + 5.0
+LOOK_S = 0.5  # between two looks for it
 CACHE = "torchinductor_"  # torch makes it as it is imported, and keeps it for the next program
 LEAST_ROUNDS = 3  # of a checkpoint that is evaluated: before, the loss says little
 
@@ -84,7 +89,8 @@ class Chaos(Case):
                 "model": {"custom": CUSTOM},
                 "data": {"source": "stdlib", "seq_len": SEQ_LEN},
                 "inner": {"batch_size": BATCH, "warmup_steps": 8},
-                "outer": {"inner_steps": INNER_STEPS},
+                # With equal windows, a peer that was away stays out of step with the others.
+                "outer": {"inner_steps": INNER_STEPS, "windows": "deadline"},
                 "round": {"min_peers": self.peers},
                 "coordinator": {
                     "advertise": self.lab.ip(0),
@@ -148,6 +154,11 @@ class Chaos(Case):
                 self._note_ended(fault.host)
                 self._main(fault.host).terminate()
 
+    def _must_wait(self, fault: Fault, now_s: float) -> bool:
+        """Return whether what was struck still ends, so that it cannot start again yet."""
+        ends = fault.kind in ("kill", "leave", "coordinator")
+        return ends and now_s < fault.at_s + GONE_S and bool(self.still_runs(fault.host))
+
     def end_fault(self, fault: Fault) -> None:
         """Let a fault end."""
         match fault.kind:
@@ -194,14 +205,15 @@ class Chaos(Case):
     def _note_ended(self, host: int) -> None:
         self.ended[host].append(time.time())
 
+    def still_runs(self, host: int) -> list[psutil.Process]:
+        """Return what runs on a host whose process was killed or told to end."""
+        with suppress(subprocess.TimeoutExpired):  # or it would stay as a zombie
+            self.children["coordinator" if host == 0 else f"peer-{host}"].wait(0)
+        return self.lab_processes(host)
+
     def expect_nothing_left(self, host: int) -> None:
-        """Note what still runs on a host whose process has ended, and end it."""
-        deadline_s = time.monotonic() + GONE_S
-        while (left := self.lab_processes(host)) and time.monotonic() < deadline_s:
-            with suppress(subprocess.TimeoutExpired):  # or it would stay as a zombie
-                self.children["coordinator" if host == 0 else f"peer-{host}"].wait(0)
-            time.sleep(0.2)
-        for process in left:
+        """Note what still runs on a host, and end it."""
+        for process in self.still_runs(host):
             with suppress(psutil.NoSuchProcess):
                 # Without the interpreter, whose path is this machine's.
                 words = " ".join(process.cmdline()[1:])
@@ -249,6 +261,10 @@ class Chaos(Case):
         while time.time() < until_s:
             while todo and began_s + todo[0][0] <= time.time():
                 _, is_over, fault = todo.pop(0)
+                if is_over and self._must_wait(fault, time.time() - began_s):
+                    again = time.time() - began_s + LOOK_S, True, fault
+                    insort(todo, again, key=lambda each: each[:2])
+                    continue
                 (self.end_fault if is_over else self.begin_fault)(fault)
                 if not is_over:
                     yield str(fault)
@@ -375,7 +391,10 @@ def finish(case: Chaos, within: Span) -> Seen:
     for host in range(1, case.peers + 1):
         case.children[f"peer-{host}"].terminate()
     case.stop()
+    deadline_s = time.monotonic() + GONE_S
     for host in range(case.peers + 1):
+        while case.still_runs(host) and time.monotonic() < deadline_s:
+            time.sleep(LOOK_S)
         case.expect_nothing_left(host)
     tokens = tokens_at(case.folder / "state" / log_folder("") / LOG_FILE)
     decided = sorted(case.decided_at_s().items())

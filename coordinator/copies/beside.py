@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -11,10 +10,10 @@ from pathlib import Path
 
 from atoll.coordinator.checkpoints import after_rounds
 from atoll.coordinator.copies.keeping import Copies
-from atoll.coordinator.copies.owners import claim, expect_target, keep_owner, owners, read_owner
+from atoll.coordinator.copies.owners import expect_target, read_owner
 from atoll.coordinator.copies.restoring import FoundCopy, expect_new, find, restore
 from atoll.coordinator.copies.sealing import RECOVERY_FILE, RecoveryKey
-from atoll.coordinator.copies.target import ANSWER_S, CopiesError, Target, within
+from atoll.coordinator.copies.target import ANSWER_S, CopiesError, Target, TargetFailed, within
 from atoll.coordinator.copies.writing import CopiedLog, CopyWriter
 from atoll.coordinator.run.spec import RunSpec, template
 from atoll.coordinator.service.server import LogFiles, Running
@@ -22,14 +21,24 @@ from atoll.coordinator.service.server import LogFiles, Running
 RUN_FILE = "RUN.toml"  # of a restored directory, which may be on a machine without any
 
 
-def open_target(url: str, state_dir: Path) -> Target:
+def open_target(
+    url: str, state_dir: Path, say: Callable[[str], None] = lambda line: None
+) -> Target:
     """Open the target of a directory's copies, and check that it can be written.
+
+    A coordinator whose directory was copied before starts without it: the run needs it more than
+    copies. `say` gets why they wait.
 
     Raises:
         CopiesError: it cannot, or holds others' copies.
     """
     target = Target(url)
-    within(ANSWER_S, partial(expect_target, target, state_dir))
+    try:
+        within(ANSWER_S, partial(expect_target, target, state_dir))
+    except TargetFailed as error:
+        if not read_owner(state_dir):
+            raise
+        say(f"copies wait until their target can be reached: {error}")
     return target
 
 
@@ -97,17 +106,12 @@ async def copying(
 ) -> AsyncIterator[Copies | None]:
     """Prepare the copies of a coordinator, and write a last one when the block ends.
 
-    `say` gets what its owner has to do.
-
-    Raises:
-        CopiesError: the target failed since it was checked.
+    `say` gets what its owner has to do. The target may be out of reach: it is tried again.
     """
     if target is None:
         yield None
         return
-    key = RecoveryKey.of(up.state_dir)
-    writer = await asyncio.to_thread(within, ANSWER_S, partial(_prepared, up, target, key))
-    copies = Copies(writer, up.coordinator.report)
+    copies = Copies(_writer(up, target), up.coordinator.report)
     up.coordinator.copies = lambda: copies.status
     say(
         f"copies go to {target.url}; keep {up.state_dir / RECOVERY_FILE} in another place: "
@@ -119,29 +123,22 @@ async def copying(
         await copies.close()
 
 
-def _prepared(up: Running, target: Target, key: RecoveryKey) -> CopyWriter:
-    spec, run_id = up.coordinator.spec, up.coordinator.run_id.hex()
-    owner = read_owner(up.state_dir)
-    if owner not in owners(target):
-        owner = claim(target, key, run_id=run_id, run_name=spec.run.name)
-        keep_owner(up.state_dir, owner)
+def _writer(up: Running, target: Target) -> CopyWriter:
+    spec, run_id = up.coordinator.spec, up.coordinator.run_id
     is_logged = spec.method().reduction != "pairs"
     logs = [
         CopiedLog(
             store=log.replica.store,
-            files=LogFiles(up.state_dir, up.coordinator.run_id, log.name),
+            files=LogFiles(up.state_dir, run_id, log.name),
             is_logged=is_logged,
         )
         for log in up.coordinator.logs.values()
     ]
-    writer = CopyWriter(
+    return CopyWriter(
         target,
-        key,
-        owner,
-        run_id=run_id,
+        RecoveryKey.of(up.state_dir),
+        run_id=run_id.hex(),
         run_name=spec.run.name,
         state_dir=up.state_dir,
         logs=logs,
     )
-    writer.resume()
-    return writer

@@ -29,9 +29,12 @@ from atoll.coordinator.copies.archive import (
 from atoll.coordinator.copies.manifest import CopiedModule, Manifest, put_manifest, read_manifest
 from atoll.coordinator.copies.owners import (
     OWNER_FILE,
+    claim,
     expect_newest,
+    keep_owner,
     newest_with_copies,
     owners,
+    read_owner,
 )
 from atoll.coordinator.copies.sealing import RECOVERY_FILE, RecoveryKey
 from atoll.coordinator.copies.target import (
@@ -81,7 +84,6 @@ class CopyWriter:
         self,
         target: Target,
         key: RecoveryKey,
-        owner: str,
         *,
         run_id: str,
         run_name: str,
@@ -89,12 +91,11 @@ class CopyWriter:
         logs: Sequence[CopiedLog],
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """Write into an owner's folder; nothing is read or written yet.
+        """Write into the folder of the directory's owner; nothing is read or written yet.
 
         Args:
             target: the copies'.
             key: seals them.
-            owner: the directory's.
             run_id: hex, of the run.
             run_name: its name.
             state_dir: whose small files are copied.
@@ -103,7 +104,7 @@ class CopyWriter:
         """
         self.moved_s = time.monotonic()
         """When the target last took anything."""
-        self._target, self._key, self._owner = target, key, owner
+        self._target, self._key, self._owner = target, key, ""
         self._run_id, self._run_name = run_id, run_name
         self._state_dir, self._logs, self._clock = state_dir, logs, clock
         self._name = ""
@@ -113,16 +114,24 @@ class CopyWriter:
         self._known: dict[str, CopyObject] = {}
         self._written: list[CopyObject] = []
 
-    def resume(self) -> None:
-        """Learn what the target holds of this directory. Raises TargetFailed."""
-        name = self._latest(self._owner)
+    def _begin(self) -> None:
+        """Become an owner if the directory is none, and learn what the target holds of it."""
+        owner = read_owner(self._state_dir)
+        if owner not in owners(self._target):
+            owner = claim(self._target, self._key, run_id=self._run_id, run_name=self._run_name)
+            keep_owner(self._state_dir, owner)
+        self._resume(owner)
+        self._owner = owner
+
+    def _resume(self, owner: str) -> None:
+        name = self._latest(owner)
         self._newest = self._read(name)
         if self._newest is None:  # the first copy of this owner: name the one it was restored from
             self._name = self._latest(newest_with_copies(self._target))
             return
         self._name = name
         self._known = {piece.what: piece for piece in self._newest.pieces()}
-        is_own = self._newest.before.startswith(self._owner)
+        is_own = self._newest.before.startswith(owner)
         self._before = self._read(self._newest.before if is_own else "")
 
     def _latest(self, owner: str) -> str:
@@ -138,7 +147,8 @@ class CopyWriter:
 
     def expect_newest(self) -> None:
         """Check that nobody has restored the run since. Raises Superseded, TargetFailed."""
-        expect_newest(self._target, self._key, self._owner)
+        if owner := self._owner or read_owner(self._state_dir):
+            expect_newest(self._target, self._key, owner)
 
     def write(self) -> WrittenCopy:
         """Copy what has changed; the copy before stays whole whatever fails.
@@ -149,6 +159,8 @@ class CopyWriter:
             StoreError, OSError, sqlite3.Error: the log here cannot be read.
         """
         self.expect_newest()
+        if not self._owner:
+            self._begin()
         files, modules = self._pieces()
         serial = self._newest.serial + 1 if self._newest is not None else 1
         manifest = Manifest(

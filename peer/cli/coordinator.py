@@ -173,7 +173,7 @@ def run(args: argparse.Namespace) -> int:
     if copy is not None:
         copy.restore(spec, state_dir, say)
     copies = spec.coordinator.copies
-    target = open_target(copies, state_dir) if copies is not None else None
+    target = open_target(copies, state_dir, say) if copies is not None else None
     spec = with_digests(spec, spec_in(state_dir), say)
     genesis = first_state(spec, state_dir)
     costs = costs_of(spec)

@@ -64,19 +64,15 @@ def opened(state_dir: Path, module: str = WHOLE) -> Iterator[CopiedLog]:
 def writer_of(target: Target, state_dir: Path, *logs: CopiedLog) -> CopyWriter:
     """Return what writes the copies of a directory, which becomes the target's newest owner."""
     key, identifier = RecoveryKey.of(state_dir), logs[0].files.run_id.hex()
-    owner = claim(target, key, run_id=identifier, run_name="test")
-    keep_owner(state_dir, owner)
-    writer = CopyWriter(
+    keep_owner(state_dir, claim(target, key, run_id=identifier, run_name="test"))
+    return CopyWriter(
         target,
         key,
-        owner,
         run_id=identifier,
         run_name="test",
         state_dir=state_dir,
         logs=logs,
     )
-    writer.resume()
-    return writer
 
 
 class Run:

@@ -8,6 +8,7 @@ disks       files that lose what was not synced
 wires       gRPC over the network in memory
 nodes       a DHT node over the network in memory
 trainers    a training loop that takes turns with the event loop
+copies      where the coordinator's copies go, and a new machine from them
 edges       what a process gets from its system, replaced for all of that
 bugs        faults put in by hand, to see whether the hunt finds them
 hunting     seeds one after another, and the shrinking of those that fail

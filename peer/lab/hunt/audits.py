@@ -99,6 +99,15 @@ class Audit:
                 f"holds {known_epoch, known_position}",
             )
 
+    def restored(self) -> None:
+        """Note that the coordinator begins with a copy, which lacks what came after it."""
+        self._acknowledged = (-1, -1), b""
+
+    @property
+    def num_epochs(self) -> int:
+        """Return in how many epochs entries were decided."""
+        return len({epoch for epoch, _ in self._decided})
+
     def promised(self, incarnation: str, place: Place) -> None:
         """Take a place at which a keeper is about to vote."""
         self._promised[incarnation] = max(place, self._promised.get(incarnation, (-1, -1)))

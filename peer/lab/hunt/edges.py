@@ -207,6 +207,14 @@ class Edges:
         """Return bytes from the seed."""
         return self._chance.randbytes(count)
 
+    def token_hex(self, count: int) -> str:
+        """Return that many bytes from the seed, as `secrets` does."""
+        return self.urandom(count).hex()
+
+    def randbelow(self, limit: int) -> int:
+        """Return a number from the seed."""
+        return self._chance.randrange(limit)
+
     def incarnation(self) -> str:
         """Return what tells one start of an elector from all others."""
         return f"{self._chance.getrandbits(128):032x}"

@@ -19,6 +19,8 @@ from contextvars import copy_context
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar, cast
 
+from atoll.coordinator.copies.beside import copying
+from atoll.coordinator.copies.sealing import RecoveryKey
 from atoll.coordinator.invites import issue
 from atoll.coordinator.rpc.client_errors import Evicted
 from atoll.coordinator.run.invite import Invite
@@ -38,6 +40,7 @@ from atoll.peer.daemon.peer import Peer, StartRun
 from atoll.peer.daemon.reach.bootstrap import BootstrapNode
 from atoll.peer.errors import PeerEvicted
 from atoll.peer.lab.hunt import disks
+from atoll.peer.lab.hunt.copies import HuntTarget, restore_newest
 from atoll.peer.lab.hunt.disks import Disk, Files
 from atoll.peer.lab.hunt.edges import MACHINE, START, living
 from atoll.peer.lab.hunt.nodes import NodeTransport
@@ -210,6 +213,8 @@ class CoordinatorMachine(Machine):
     keeper_token = b""
     accepts_loss = False
     """whether the organiser has given up what a damaged disk has lost"""
+    was_replaced = False
+    """whether it began with a copy, which lacks what came after it"""
 
     @property
     def wire_name(self) -> str:
@@ -238,7 +243,17 @@ class CoordinatorMachine(Machine):
             if world.invite is None:
                 world.invite = up.invite
                 _, self.keeper_token = issue(self.disk.folder, kind="keeper")
-            await asyncio.Event().wait()
+            async with copying(up, world.copies) as copies:
+                await (asyncio.Event().wait() if copies is None else copies.run())
+
+    def replace(self, copies: HuntTarget) -> None:
+        """Lose the machine, and begin with the newest copy on another, which is not started."""
+        key = RecoveryKey.of(self.disk.folder)  # the organiser has kept it
+        self.crash(lost_power=False)
+        self.wipe()
+        restore_newest(copies, key, self.disk.folder, is_damaged=self.tainted)
+        self.disk.write_back()
+        self.was_replaced = True
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -69,6 +69,8 @@ class Organiser(Machine):
         """all that the run's key has signed"""
         self.rivals: set[int] = set()
         """numbers of orders that a peer alone was given"""
+        self.forgotten: set[int] = set()
+        """numbers of orders that were lost with the coordinator before they were decided"""
         self.is_idle = True
         super().__init__(world, "organiser", identity)
 
@@ -145,7 +147,17 @@ class Organiser(Machine):
 
     def lost(self, decided: Collection[bytes]) -> list[int]:
         """Return the numbers of orders that the coordinator took and a log does not hold."""
-        return [n for n, signed in self.given if signed not in decided and n not in self.rivals]
+        excused = self.rivals | self.forgotten
+        return [n for n, signed in self.given if signed not in decided and n not in excused]
+
+    def forget(self, decided: Collection[bytes]) -> None:
+        """Note that the coordinator is lost, with the orders that no log holds."""
+        self.forgotten.update(self.lost(decided))
+
+    @property
+    def newest(self) -> int:
+        """The number of the newest order that has to be decided; 0 if there is none."""
+        return max((number for number, _ in self.given if number not in self.forgotten), default=0)
 
 
 def _settings(peer: PeerMachine) -> RunSettings:

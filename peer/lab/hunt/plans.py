@@ -37,6 +37,8 @@ FaultKind = Literal[
     "forge",  # a peer is given an order under another key
     "repeat",  # or all orders again
     "rival",  # or one that has the number of the organiser's next one
+    "lost",  # the coordinator's machine is lost; another begins with its newest copy
+    "uncopied",  # nothing more can be copied, for a while, in the middle of a copy
 ]
 
 KINDS: dict[FaultKind, float] = {
@@ -71,6 +73,9 @@ ORDERS: dict[FaultKind, float] = {
     "rival": 1,
 }
 """The same of what comes beside faults in half of the runs that have a log."""
+
+COPIES: dict[FaultKind, float] = {"lost": 2, "uncopied": 1}
+"""The same in a third of the runs, whose coordinators keep copies."""
 
 LASTS_S = (0.5, 2.0, 5.0, 20.0, 70.0, 200.0)
 AWAY_S = (20.0, 200.0, 900.0, 7200.0)
@@ -113,6 +118,8 @@ class RunPlan:
     faults: tuple[PlannedFault, ...]
     units: int = 0
     """The number of units of a pass, in a run with `data.once`; 0 in another."""
+    copies: bool = False
+    """whether the coordinator keeps copies"""
 
     def without(self, gone: range) -> RunPlan:
         """Return the plan without some of its faults."""
@@ -151,6 +158,10 @@ def draw(seed: int, *, minutes: float | None = None) -> RunPlan:
     counting = random.Random(f"units {seed}")  # likewise
     may_count = method == "diloco" and not keepers
     units = counting.choice([0, 0, 30, 300]) if may_count else 0
+    copying = random.Random(f"copies {seed}")
+    copies = copying.random() < 1 / 3
+    if copies:
+        faults += _faults(copying, COPIES, since_s, lasts_s, copying.choice([20.0, 60.0]))
     return RunPlan(
         seed=seed,
         method=method,
@@ -166,6 +177,7 @@ def draw(seed: int, *, minutes: float | None = None) -> RunPlan:
         lasts_s=lasts_s,
         faults=tuple(sorted(faults, key=lambda fault: fault.at_s)),
         units=units,
+        copies=copies,
     )
 
 

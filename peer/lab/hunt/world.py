@@ -29,6 +29,8 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from atoll.coordinator import invites
 from atoll.coordinator.coordinator import Coordinator
+from atoll.coordinator.copies import keeping as copies_keeping
+from atoll.coordinator.copies import owners, restoring, writing
 from atoll.coordinator.rpc import channel
 from atoll.coordinator.run import admission, eviction
 from atoll.coordinator.run.admission import CLOCK_SLACK_S, Admission
@@ -56,6 +58,7 @@ from atoll.peer.daemon.reach import bootstrap
 from atoll.peer.errors import PeerEvicted
 from atoll.peer.lab.hunt import wires
 from atoll.peer.lab.hunt.audits import Audit, RuleBroken
+from atoll.peer.lab.hunt.copies import HuntTarget, has_copy
 from atoll.peer.lab.hunt.disks import Disk
 from atoll.peer.lab.hunt.edges import (
     BEGAN_S,
@@ -81,6 +84,7 @@ FORGOTTEN = 0.3  # of pauses and stops: the organiser thinks of them when everyt
 ORGANISER_S = 300.0  # after which the organiser reads what the coordinator asks for
 LOOK_S = 1.0  # between two looks at what must hold
 ENDING_TRIES = 40  # to end what is left of processes that were killed, a virtual second each
+MOST_TAKEN = 6  # objects of a copy before the target fails; one has about as many
 MOST_TASKS = 120  # of a machine, a second after everything has healed and gone on
 NUMEL = 1500
 BLOCKS = 3
@@ -170,6 +174,7 @@ class World:
         planned = getattr(method, "lr", 0.0), getattr(method, "momentum", 0.0)
         self.audit = Audit(_keys(plan).run_public_key, planned, units=plan.units)
         self.coordinator = CoordinatorMachine(self, "coordinator", _identity(plan, 0))
+        self.copies = HuntTarget(folder.name) if plan.copies else None
         self.organiser = Organiser(self, _keys(plan), _identity(plan, -1), plan.faults)
         self.peers: list[PeerMachine] = []
         for _ in range(plan.keepers):
@@ -263,6 +268,8 @@ class World:
                 await asyncio.wait(tasks, timeout=1.0)
         for _, disk in self.retired:
             disk.close()
+        if self.copies is not None:
+            self.copies.close()
 
     async def _until(self, at_s: float) -> None:
         while self.now() < at_s:
@@ -443,6 +450,29 @@ class World:
                 coordinator.do(evict)
                 self._gone.add(peer_id)
 
+    # Copies
+
+    def _fault_lost(self, fault: PlannedFault) -> None:
+        if self.copies is None or not has_copy(self.copies):
+            return
+        peers = [each for each in map(self._replica, self.peers) if each is not None]
+        records = [record for each in peers for record in each.store.headers(0, 1 << 30)]
+        self.organiser.forget({Entry.decode(record.entry).order for record in records})
+        self.audit.restored()
+        self._copy_again()  # who restores has a way to the copies
+        self.coordinator.replace(self.copies)
+        self.restart_later(self.coordinator, fault.lasts_s)
+
+    def _fault_uncopied(self, fault: PlannedFault) -> None:
+        copies = self.copies
+        if copies is not None:
+            copies.takes = fault.other % MOST_TAKEN
+            self._later(fault.lasts_s, self._copy_again)
+
+    def _copy_again(self) -> None:
+        if self.copies is not None:
+            self.copies.takes = None
+
     # Orders
 
     def _fault_pause(self, fault: PlannedFault) -> None:
@@ -518,8 +548,8 @@ class World:
         if self._is_over():
             return True
         kept = self._settings().get(self.coordinator.name)
-        newest = max((number for number, _ in self.organiser.given), default=0)
-        return self.organiser.is_idle and kept is not None and kept.number >= newest
+        is_there = kept is not None and kept.number >= self.organiser.newest
+        return self.organiser.is_idle and is_there
 
     def _is_over(self) -> bool:
         """Return whether an order has ended the run."""
@@ -567,12 +597,13 @@ class World:
     resumed_s = 0.0
 
     def _accept_loss_later(self, healed_s: float) -> None:
-        """Do what the organiser does if a damaged disk has lost what no peer has either."""
+        """Do what the organiser does if a disk has lost what no peer has either."""
         coordinator = self.coordinator
         up = coordinator.running
         if self.now() - healed_s < ORGANISER_S:
             return
-        if up is None or not coordinator.tainted or coordinator.accepts_loss:
+        may_lack = coordinator.tainted or coordinator.was_replaced
+        if up is None or not may_lack or coordinator.accepts_loss:
             return
         if any("--accept-loss" in event.text for event in up.coordinator.status().events):
             coordinator.accepts_loss = True
@@ -747,6 +778,8 @@ class World:
             (server, "LiveReplica", WatchedReplica),
             (server, "_listen", self.listen),
             (channel, "pinned_channel", self.channel),
+            (copies_keeping, "_in_thread", lambda work: self._loop.run_in_executor(None, work)),
+            *((module, "secrets", edges) for module in (owners, restoring, writing)),
             (clock, "now_s", edges.run_clock_s),
             (clock, "follow", edges.follow),
             *((module, "Ed25519PublicKey", signatures) for module in VERIFYING),
@@ -795,14 +828,14 @@ def run(plan: RunPlan, folder: Path, kind: type[World] = World) -> RunVerdict:
             gc.enable()
             gc.collect()
         gc.unfreeze()
-    epoch, position = world.audit.furthest
+    _, position = world.audit.furthest
     return RunVerdict(
         plan=plan,
         broken=broken,
         story=tuple(world.story),
         virtual_s=virtual_s,
         positions=position + 1,
-        epochs=epoch + 1,
+        epochs=world.audit.num_epochs,
         resumed_s=world.resumed_s,
         faults=world.faults,
     )

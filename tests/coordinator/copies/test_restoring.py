@@ -15,7 +15,14 @@ from atoll.coordinator.copies.keeping import Copies
 from atoll.coordinator.copies.owners import keep_owner, read_owner
 from atoll.coordinator.copies.restoring import expect_new, find, restore
 from atoll.coordinator.copies.sealing import RecoveryKey
-from atoll.coordinator.copies.target import CopiesError, NotOurs, Superseded, Target
+from atoll.coordinator.copies.target import (
+    CopiesError,
+    NotOurs,
+    Superseded,
+    Target,
+    TargetFailed,
+)
+from atoll.coordinator.copies.writing import CopyWriter
 from atoll.coordinator.gossip import ModelKeeper
 from atoll.coordinator.heads import PeerHead
 from atoll.coordinator.kept_log import KeptLog
@@ -289,6 +296,29 @@ def test_a_target_with_copies_of_others_is_left_alone(past: Run, tmp_path: Path)
     keep_owner(tmp_path, "000009-00000000")
     with pytest.raises(NotOurs):
         open_target(str(past.folder), tmp_path)
+
+
+def test_a_coordinator_starts_although_its_target_is_out_of_reach(past: Run) -> None:
+    said: list[str] = []
+    with opened(past.state_dir) as log:
+        writer_of(past.target, past.state_dir, log).write()
+        past.folder.rename(past.folder.with_name("aside"))
+        past.folder.touch()  # a folder whose disk is not there
+        target = open_target(str(past.folder), past.state_dir, said.append)
+        assert "copies wait until their target can be reached" in said[0]
+        writer = CopyWriter(
+            target,
+            past.key,
+            run_id=log.files.run_id.hex(),
+            run_name="test",
+            state_dir=past.state_dir,
+            logs=[log],
+        )
+        with pytest.raises(TargetFailed):
+            writer.write()
+        past.folder.unlink()
+        past.folder.with_name("aside").rename(past.folder)
+        assert not writer.write().is_new
 
 
 def test_a_restored_coordinator_copies_on_and_the_old_copies_go(past: Run) -> None:

@@ -223,13 +223,11 @@ def test_a_coordinator_that_starts_again_continues_its_copies(past: Run) -> None
         again = CopyWriter(
             past.target,
             past.key,
-            read_owner(past.state_dir),
             run_id=log.files.run_id.hex(),
             run_name="test",
             state_dir=past.state_dir,
             logs=[log],
         )
-        again.resume()
         assert not again.write().is_new
         (past.state_dir / "orders.json").write_text("[]")
         assert again.write().wire_bytes < 100_000

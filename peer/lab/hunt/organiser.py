@@ -10,6 +10,7 @@ import asyncio
 import random
 from collections.abc import Callable, Collection, Sequence
 from hashlib import sha256
+from math import inf
 from typing import Any
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
@@ -147,17 +148,27 @@ class Organiser(Machine):
 
     def lost(self, decided: Collection[bytes]) -> list[int]:
         """Return the numbers of orders that the coordinator took and a log does not hold."""
-        excused = self.rivals | self.forgotten
-        return [n for n, signed in self.given if signed not in decided and n not in excused]
+        void_from = self._void_from(decided)
+        return [
+            number
+            for number, signed in self.given
+            if signed not in decided
+            and number not in self.rivals | self.forgotten
+            and number < void_from
+        ]
+
+    def _void_from(self, decided: Collection[bytes]) -> float:
+        """Return the number from which orders are under a key that a rival's new one replaced."""
+        own = {signed for _, signed in self.given}
+        others = (
+            Order.decode(SignedOrder.decode(each).order) for each in decided if each not in own
+        )
+        keys = (order.number for order in others if isinstance(order.change, RotateKey))
+        return min(keys, default=inf)
 
     def forget(self, decided: Collection[bytes]) -> None:
         """Note that the coordinator is lost, with the orders that no log holds."""
         self.forgotten.update(self.lost(decided))
-
-    @property
-    def newest(self) -> int:
-        """The number of the newest order that has to be decided; 0 if there is none."""
-        return max((number for number, _ in self.given if number not in self.forgotten), default=0)
 
 
 def _settings(peer: PeerMachine) -> RunSettings:

@@ -17,7 +17,7 @@ import random
 import shutil
 import sqlite3
 from collections import Counter
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -456,8 +456,7 @@ class World:
         if self.copies is None or not has_copy(self.copies):
             return
         peers = [each for each in map(self._replica, self.peers) if each is not None]
-        records = [record for each in peers for record in each.store.headers(0, 1 << 30)]
-        self.organiser.forget({Entry.decode(record.entry).order for record in records})
+        self.organiser.forget(_orders(peers))
         self.audit.restored()
         self._copy_again()  # who restores has a way to the copies
         self.coordinator.replace(self.copies)
@@ -547,9 +546,10 @@ class World:
     def _has_all_orders(self) -> bool:
         if self._is_over():
             return True
-        kept = self._settings().get(self.coordinator.name)
-        is_there = kept is not None and kept.number >= self.organiser.newest
-        return self.organiser.is_idle and is_there
+        kept = self._replica(self.coordinator)
+        if not self.organiser.is_idle or kept is None:
+            return False
+        return not self.organiser.lost(_orders([kept]))
 
     def _is_over(self) -> bool:
         """Return whether an order has ended the run."""
@@ -674,7 +674,7 @@ class World:
         """Apply the coordinator's log once more, from the first state, and look for each order."""
         records = kept.store.headers(0, 1 << 30)
         entries = [Entry.decode(record.entry) for record in records]
-        lost = self.organiser.lost([entry.order for entry in entries])
+        lost = self.organiser.lost({entry.order for entry in entries} - {b""})
         if lost and not self._is_over():
             self.audit.fail("what is acknowledged stays", f"orders {lost} are in no log")
         if not all(record.has_body for record in records):
@@ -788,6 +788,12 @@ class World:
             (keeping, "Ballots", WatchedBallots),
             (RunKeys, "generate", classmethod(lambda cls: _keys(self.plan))),
         ]
+
+
+def _orders(replicas: Sequence[LiveReplica]) -> set[bytes]:
+    """Return the orders that logs hold."""
+    records = [record for each in replicas for record in each.store.headers(0, 1 << 30)]
+    return {Entry.decode(record.entry).order for record in records} - {b""}
 
 
 def _ended_at(peer: PeerMachine) -> int:

@@ -55,6 +55,7 @@ BEHIND: tuple[Behind, ...] = (
     "restricted",
 )
 SLOW_RATE, SLOW_DELAY_MS, SLOW_LOSS = 0.1, 100.0, 0.01
+METHOD = "diloco(tau=2)"
 MEMORY_EVERY_S = 5.0
 EVAL_TOKENS = 32_768
 # In which everything that a killed or ended process started has to end: a network process whose
@@ -89,8 +90,13 @@ class Chaos(Case):
                 "model": {"custom": CUSTOM},
                 "data": {"source": "stdlib", "seq_len": SEQ_LEN},
                 "inner": {"batch_size": BATCH, "warmup_steps": 8},
-                # With equal windows, a peer that was away stays out of step with the others.
-                "outer": {"inner_steps": INNER_STEPS, "windows": "deadline"},
+                # Windows end together, also those of a peer that was away; and all train on for
+                # two steps while a round waits for a peer that does not answer.
+                "outer": {
+                    "method": METHOD,
+                    "inner_steps": INNER_STEPS,
+                    "windows": "deadline",
+                },
                 "round": {"min_peers": self.peers},
                 "coordinator": {
                     "advertise": self.lab.ip(0),

@@ -189,6 +189,15 @@ class StepPace:
     step_s: float = 0.0
     """0 until the first window was measured."""
     _began: tuple[float, int] | None = None
+    _suspended_s: float = 0.0
+
+    def leave_out(self, seconds: float) -> None:
+        """Leave out a time for which the process, or its machine, was suspended.
+
+        Counted, it would shorten the windows of the next minute to half: as many as it takes the
+        mean to forget it, and the peer would wait for the others in each of them.
+        """
+        self._suspended_s += seconds
 
     def measure(self, busy_s: float, steps: int) -> None:
         """Measure from the start of one window to the start of the next.
@@ -199,6 +208,7 @@ class StepPace:
         """
         if steps < WARM_STEPS:
             return
+        busy_s -= self._suspended_s
         if self._began is not None and steps > self._began[1]:
             latest_s = max(0.0, busy_s - self._began[0]) / (steps - self._began[1])
             before_s = self.step_s or latest_s

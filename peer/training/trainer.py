@@ -700,9 +700,12 @@ class Trainer:
         the process or its machine was suspended.
         """
         self._steps_s.append(step_s)
+        usual_s = statistics.median(self._steps_s)
+        if step_s > LONGER * usual_s:
+            self._pace.leave_out(step_s - usual_s)
         if self.options.share == 1.0:
             return 0.0
-        began_s, usual_s = self.options.clock(), statistics.median(self._steps_s)
+        began_s = self.options.clock()
         self._stopping.wait(usual_s * (1.0 / self.options.share - 1.0))
         return self.options.clock() - began_s
 

@@ -223,6 +223,7 @@ def test_a_step_in_which_the_machine_slept_asks_for_no_rest(corpus):
         trainer.step()
         if step_s > 1000.0:
             assert trainer.statistics().step_s < 2.0  # others are told when it will be ready
+    assert trainer._pace.step_s < 2.0  # and its windows stay as long
     assert rested == pytest.approx([3.0] * 7 + [4.5, 6.0, 6.0])
 
 
@@ -237,6 +238,16 @@ def test_a_pace_is_measured_over_windows_without_waits():
     assert pace.step_s == 2.0
     pace.measure(4000.0, 32)  # the machine slept
     assert pace.step_s == 5.0
+
+
+def test_a_suspended_process_is_no_slower_afterwards():
+    """Its windows would be half as long for a minute, and it would wait in each of them."""
+    pace = StepPace()
+    pace.measure(0.0, 2)
+    pace.measure(10.0, 12)
+    pace.leave_out(20.0)  # of the 30 s until the next window
+    pace.measure(40.0, 22)
+    assert pace.step_s == 1.0
 
 
 def test_methods_of_one_step_have_no_windows_to_size():

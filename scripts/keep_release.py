@@ -42,7 +42,7 @@ def spec() -> RunSpec:
     return RunSpec.from_dict(
         {
             "run": {"name": "kept", "rounds": 1000},
-            "model": {"overrides": {"dim": 16, "num_layers": 1, "num_heads": 2, "ffn_dim": 32}},
+            "model": {"overrides": {"dim": 4, "num_layers": 1, "num_heads": 1, "ffn_dim": 8}},
             "data": {"source": "text.txt", "seq_len": 32},
             "inner": {"batch_size": 2, "warmup_steps": 2},
             "outer": {"inner_steps": 2},

@@ -59,7 +59,9 @@ def rates_of(args: argparse.Namespace) -> tuple[LinkRates, float]:
             f"expected {MIN_CAP_MBIT_S:g} at least; relay less, or allow more"
         )
     most = cap - relay if cap else 0.0
-    rates = LinkRates(uplink_mbit_s=args.uplink, downlink_mbit_s=args.downlink, most_mbit_s=most)
+    # Leaders plan parts by the slower direction; they know of a downlink only what is declared.
+    downlink = min(args.downlink or most, most) if cap else args.downlink
+    rates = LinkRates(uplink_mbit_s=args.uplink, downlink_mbit_s=downlink, most_mbit_s=most)
     return rates, relay
 
 

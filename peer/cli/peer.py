@@ -197,9 +197,9 @@ def run(args: argparse.Namespace) -> int:
     elif count := _number_of_ranks(args):
         from atoll.peer.daemon.launching import launch
 
-        told: OnPeerEvent = _as_json if args.json else _as_text
-        rules = rules_of(args, partial(_warn, told), gpus=0 if args.ranks else count)
-        return launch(sys.argv[1:], count, on_event=told, rules=rules)
+        on_ranks: OnPeerEvent = _as_json if args.json else _as_text
+        rules = rules_of(args, partial(_warn, on_ranks), gpus=0 if args.ranks else count)
+        return launch(sys.argv[1:], count, on_event=on_ranks, rules=rules)
     logging.raiseExceptions = False  # a log that cannot be written must not fill the terminal
     invite = read_invite(args.invite)  # before torch is imported, which takes seconds
     if not is_rank or os.environ["RANK"] == "0":

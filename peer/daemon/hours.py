@@ -77,7 +77,7 @@ class HoursRule:
         local = self.local_now()
         if self.hours.holds(local):
             return ""
-        return f"outside --hours {self.hours.text}; joins again at {self.hours.next_begin(local)}"
+        return f"outside --hours {self.hours.text}; joins at {self.hours.next_begin(local)}"
 
 
 def _span(text: str) -> Span:

@@ -152,8 +152,7 @@ def gpu_uuids(name: str, *, gpus: int = 0) -> list[str]:
 def free_memory() -> None:
     """Return the memory of models that are gone to the GPU; some 0.5 GB stay with the process."""
     gc.collect()
-    if torch.cuda.is_initialized():
-        torch.cuda.empty_cache()
+    torch.cuda.empty_cache()
 
 
 def number_of_gpus(wanted: int, *, device: str) -> int:

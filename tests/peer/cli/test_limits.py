@@ -49,9 +49,13 @@ def test_a_limit_without_sense_is_refused_at_once(limits, capsys, option, value,
 
 def test_a_cap_is_what_relaying_leaves(limits):
     assert rates_of(limits()) == (LinkRates(), RELAY_MBIT_S)
-    assert rates_of(limits("--max-mbit", "10")) == (LinkRates(most_mbit_s=10.0), 0.0)
-    capped = limits("--max-mbit", "10", relay_mbit=4.0, uplink=50.0)
-    assert rates_of(capped) == (LinkRates(uplink_mbit_s=50.0, most_mbit_s=6.0), 4.0)
+    assert rates_of(limits("--max-mbit", "10")) == (
+        LinkRates(downlink_mbit_s=10.0, most_mbit_s=10.0),
+        0.0,
+    )
+    capped = limits("--max-mbit", "10", relay_mbit=4.0, uplink=50.0, downlink=3.0)
+    expected = LinkRates(uplink_mbit_s=50.0, downlink_mbit_s=3.0, most_mbit_s=6.0)
+    assert rates_of(capped) == (expected, 4.0)
     with pytest.raises(SetupError, match="leaves 4 of --max-mbit 10 Mbit/s, expected 5"):
         rates_of(limits("--max-mbit", "10", relay_mbit=6.0))
 

@@ -176,7 +176,7 @@ def test_a_meter_reads_what_is_new_on_the_gpu_that_others_use_most(nvml):
 
 
 def test_a_gpu_that_does_not_tell_is_refused_at_the_start(nvml):
-    with pytest.raises(DeviceError, match="leave --yield-gpu out"):
+    with pytest.raises(DeviceError, match="leave out --yield-gpu"):
         NvmlMeter(["GPU-c"])
     nvml.error = nvml.NVMLError("Not Supported")
     with pytest.raises(DeviceError, match="does not tell its use by process"):

@@ -57,7 +57,7 @@ def test_the_next_beginning_is_told():
     told = [hours.next_begin(at(time)) for time in ("09:00", "12:30", "13:00", "23:00")]
     assert told == ["12:30", "22:00", "22:00", "12:30"]
     rule = HoursRule(hours, lambda: at("09:00"))
-    assert rule.why_not(is_training=True).endswith("joins again at 12:30")
+    assert rule.why_not(is_training=True).endswith("joins at 12:30")
     assert HoursRule(hours, lambda: at("23:00")).why_not(is_training=False) == ""
 
 

@@ -112,7 +112,7 @@ def launch(
                 crew.stop(received[-1])
             with shifts.watching(partial(crew.stop, signal.SIGTERM)) as closed:
                 codes = crew.wait()
-            if closed.is_set() and codes[0] == OK:
+            if closed.is_set() and codes[0] == OK and not received:
                 continue  # a run that is complete ends at the beginning of the next shift
             if not is_lost(codes) or received:
                 return codes[0] if codes[0] >= 0 else 128 - codes[0]

@@ -13,6 +13,7 @@ import asyncio
 import gzip
 import io
 import json
+import os
 import platform
 import sys
 import tarfile
@@ -79,7 +80,7 @@ async def leave_state(folder: Path) -> RunStatus:
     try:
         await start("organiser", "coordinator", folder / "RUN.toml", *state)
         await until(invite.exists)
-        own = ("--state-dir", folder / "peer", "--data", folder / "text.txt", "--share", 0.1)
+        own = ("--state-dir", folder / "peer", "--data", "text.txt", "--share", 0.1)
         peer = await start("trainer", "peer", invite, *PEER, *own)
         while (await look(invite)).position < ROUNDS:
             await until(lambda: True)
@@ -143,10 +144,11 @@ def main() -> None:
     if args.out.exists():
         raise SystemExit(f"{args.out} exists, and stays as that release wrote it; name another")
     with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
+        folder, out = Path(name), args.out.absolute()
+        os.chdir(folder)  # the saved progress names the text as the owner does
         status = asyncio.run(asyncio.wait_for(leave_state(folder), DEADLINE_S))
         (folder / "expected.json").write_text(json.dumps(told(folder, status), indent=1) + "\n")
-        pack(folder, args.out)
+        pack(folder, out)
 
 
 if __name__ == "__main__":

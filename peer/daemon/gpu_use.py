@@ -23,10 +23,11 @@ import psutil
 from atoll.peer.errors import DeviceError
 from atoll.peer.extras import extra
 
-BUSY = 0.15  # of the GPU's time: a desktop that is drawn takes a few percent
-FREE = 0.05
+BUSY = 0.2  # of the GPU's time: a desktop that is drawn takes a few percent
+FREE = 0.1
 BUSY_S = 20.0  # a thumbnail or a web page's animation is no reason to leave a run
 FREE_S = 120.0  # a game between two levels will be back; joining again costs what was missed
+MAX_STEP_S = 10.0  # a longer one is of a machine that slept
 BLIND_S = 60.0  # of training in which others were seen and this peer was not
 WHY = "another program uses the GPU"
 
@@ -48,8 +49,12 @@ class GpuCourtesy:
 
     is_yielding: bool = False
     """whether the GPU is left to others"""
-    since_s: float | None = None
-    """since when readings have asked for a change of that"""
+    at_s: float | None = None
+    """when the reading before was taken"""
+    busy_s: float = 0.0
+    """how long others have used it, less the time, or half of it, in which they have not"""
+    free_s: float = 0.0
+    """how long nobody has used it, while it is left to others"""
     knows_own: bool = False
     """whether this peer was seen among the processes"""
     blind_since_s: float | None = None
@@ -64,19 +69,19 @@ class GpuCourtesy:
             reading: newer than all before.
             is_training: whether this peer may have used the GPU in it.
         """
-        seen = self._attributed(reading, is_training=is_training)
+        seen = replace(self._attributed(reading, is_training=is_training), at_s=reading.at_s)
         others = reading.others if seen.knows_own or not is_training else 0.0
-        wants_change = others > FREE if not self.is_yielding else others <= FREE
-        if not wants_change:
-            return replace(seen, since_s=None)
-        if not self.is_yielding and others < BUSY:
-            return seen  # between the two, nothing begins and nothing ends
-        since_s = reading.at_s if self.since_s is None else self.since_s
+        passed_s = 0.0 if self.at_s is None else reading.at_s - self.at_s
+        if self.is_yielding:
+            free_s = self.free_s + passed_s if others <= FREE else 0.0
+            return replace(seen, free_s=free_s, busy_s=0.0, is_yielding=free_s < FREE_S)
+        # What lasts is noticed although it wavers; what comes and goes is forgotten.
+        passed_s = min(passed_s, MAX_STEP_S)
+        change_s = passed_s if others >= BUSY else -passed_s if others <= FREE else -passed_s / 2
+        busy_s = max(0.0, self.busy_s + change_s)
         # Before a shift nothing is lost by leaving the GPU to others at once.
-        patience_s = FREE_S if self.is_yielding else BUSY_S if is_training else 0.0
-        if reading.at_s - since_s < patience_s:
-            return replace(seen, since_s=since_s)
-        return replace(seen, is_yielding=not self.is_yielding, since_s=None)
+        is_taken = busy_s >= BUSY_S if is_training else others >= BUSY
+        return replace(seen, busy_s=busy_s, free_s=0.0, is_yielding=is_taken)
 
     def _attributed(self, reading: GpuReading, *, is_training: bool) -> GpuCourtesy:
         if self.knows_own or reading.own > 0:

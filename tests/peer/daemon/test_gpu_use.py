@@ -49,9 +49,9 @@ def test_a_program_that_stays_has_the_gpu():
     course = Course()
     course.show(0.0, 60)
     assert course.why == ""
-    assert course.show(0.6, 60) == BUSY_S + STEP_S
+    assert course.show(0.6, 60) == BUSY_S
     assert course.why == gpu_use.WHY
-    assert course.show(0.0, 300, trains=False) == FREE_S + STEP_S
+    assert course.show(0.0, 300, trains=False) == FREE_S
     assert course.why == ""
     assert course.told == []
 
@@ -66,7 +66,7 @@ def test_a_short_use_is_no_reason_to_leave():
     course = Course()
     for _ in range(10):
         course.show(0.9, BUSY_S - STEP_S)
-        course.show(0.0, STEP_S)
+        course.show(0.0, BUSY_S - STEP_S)
     assert course.why == ""
 
 
@@ -79,12 +79,19 @@ def test_a_program_that_pauses_keeps_the_gpu():
     assert course.why == gpu_use.WHY
 
 
-def test_a_use_that_wavers_counts_from_its_beginning():
+def test_a_machine_that_slept_was_not_used_meanwhile():
     course = Course()
-    course.show(0.5, STEP_S)
-    for _ in range(4):
-        course.show(0.08, STEP_S)
+    course.show(0.0, 60)
+    course.at_s += 3600.0
+    course.show(0.9, STEP_S)
+    assert course.why == ""
+
+
+def test_a_use_that_wavers_counts():
+    course = Course()
+    for _ in range(8):
         course.show(0.5, STEP_S)
+        course.show(0.15, STEP_S)
     assert course.why == gpu_use.WHY
 
 

@@ -93,7 +93,7 @@ class GpuCourtesy:
         return replace(self, blind_since_s=since_s, is_blind=is_blind)
 
 
-class Meter(Protocol):
+class GpuMeter(Protocol):
     """Takes readings."""
 
     def read(self) -> GpuReading:
@@ -105,7 +105,7 @@ class Meter(Protocol):
 class GpuRule:
     """Trains while no other program uses the GPU."""
 
-    meter: Meter
+    meter: GpuMeter
     tell: Callable[[str], None]
     """Takes what the owner should know, once each."""
     courtesy: GpuCourtesy = GpuCourtesy()

@@ -22,7 +22,7 @@ _TIME = re.compile(r"(\d{1,2})(?::(\d{2}))?")
 
 
 @dataclass(frozen=True)
-class Span:
+class DaySpan:
     """A time of the day, every day."""
 
     begin_min: int
@@ -40,7 +40,7 @@ class Span:
 class Hours:
     """The times of the day in which a peer trains."""
 
-    spans: tuple[Span, ...]
+    spans: tuple[DaySpan, ...]
     text: str = ""
     """as the owner wrote them"""
 
@@ -80,14 +80,14 @@ class HoursRule:
         return f"outside --hours {self.hours.text}; joins at {self.hours.next_begin(local)}"
 
 
-def _span(text: str) -> Span:
+def _span(text: str) -> DaySpan:
     begin, dash, end = text.strip().partition("-")
     times = [_minute(begin), _minute(end)]
     if not dash or None in times:
         raise ValueError(f"expected hours such as 22-8 or 9:30-12,14-18, got {text[:40]!r}")
     begin_min, end_min = times
     assert begin_min is not None and end_min is not None
-    return Span(begin_min % DAY_MIN, end_min % DAY_MIN)
+    return DaySpan(begin_min % DAY_MIN, end_min % DAY_MIN)
 
 
 def _minute(text: str) -> int | None:

@@ -12,7 +12,7 @@ for its round trips). A peer that knows nothing yet is not paced; the first roun
 Nor is one whose rounds are too short for a reading: nothing would find a pace that is too low.
 Codes that leave up front and the rest of their round are one reading, with a pause.
 An owner may cap the link (`Link.cap`). Then no pace exceeds a part of the cap, and the rest is for
-other bulk (`Allowance`): what joiners read here, and entries for the coordinator. A part of its own
+other bulk (`Throttle`): what joiners read here, and entries for the coordinator. A part of its own
 lets neither starve the other. What a recovery fetches has the whole cap, as it goes the other way.
 Nor may more than `QUEUE_S` of it queue beyond what is under way for a round trip, however wrong
 the rate. Round trips are those of questions that peers answer at once, the least of each peer.
@@ -393,7 +393,7 @@ class Pacer:
         return max(self._free_at_s, now_s - BURST_S) + num_bytes * BITS / self.rate_mbit_s
 
 
-class Allowance:
+class Throttle:
     """Lets bulk pass at no more than so many bytes a second, first come, first served."""
 
     def __init__(self) -> None:
@@ -436,9 +436,9 @@ class Link:
 
     def __init__(self) -> None:
         self.pacer = Pacer()
-        self.inflow = Allowance()
+        self.inflow = Throttle()
         """for what recoveries fetch"""
-        self.outflow = Allowance()
+        self.outflow = Throttle()
         """for bulk that is no part of a round or a pass"""
         self._most_mbit_s = math.inf
         self._round_trips: dict[str, deque[float]] = {}

@@ -31,7 +31,8 @@ def test_there_is_a_release():
 
 
 def test_a_run_continues_from_the_state_of_a_release(kept, organise, kit, start, tmp_path):
-    organiser = organise(RunSpec.load(tmp_path / "RUN.toml"))
+    assert RunSpec.load(tmp_path / "RUN.toml").run.name == "kept"
+    organiser = organise(RunSpec.from_json((tmp_path / "coordinator" / "spec.json").read_bytes()))
     status = organiser.status()
     found = {"run_id": status.run_id, "position": status.position, "chain": status.chain}
     assert found == {name: kept[name] for name in found}

@@ -25,13 +25,13 @@ from atoll.peer.rounds.pacing import (
     SEARCH_EVERY,
     SEARCH_GAIN,
     UNKNOWN_MBIT_S,
-    Allowance,
     FlowEstimate,
     Limits,
     Link,
     Pacer,
     RateEstimate,
     Sample,
+    Throttle,
     peak_mbit_s,
     saturated_mbit_s,
 )
@@ -378,15 +378,15 @@ def test_few_read_from_a_link_with_a_low_cap():
 
 def test_bulk_passes_at_the_rate_of_its_allowance():
     async def main():
-        allowance, loop = Allowance(), asyncio.get_running_loop()
+        throttle, loop = Throttle(), asyncio.get_running_loop()
         took_s = []
 
         async def pass_all():
             for _ in range(10):
-                await allowance.take(PIECE)
+                await throttle.take(PIECE)
 
         for rate_mbit_s in (float("inf"), 10.0):
-            allowance.rate_mbit_s, began_s = rate_mbit_s, loop.time()
+            throttle.rate_mbit_s, began_s = rate_mbit_s, loop.time()
             await asyncio.gather(pass_all(), pass_all())  # two streams share it
             took_s.append(loop.time() - began_s)
         return took_s

@@ -16,6 +16,7 @@ import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from importlib.metadata import version
 from typing import Literal
 
 from atoll.coordinator.history import EventLog
@@ -216,8 +217,8 @@ class AdmissionControl:
         if request.protocol != PROTOCOL:
             raise Refusal(
                 RefusalStatus.FAILED_PRECONDITION,
-                f"expected protocol {PROTOCOL}, got {request.protocol}: use the organiser's "
-                "version of Atoll",
+                f"expected protocol {PROTOCOL}, got {request.protocol}: this run's coordinator is "
+                f"of Atoll {version('atoll')}; install that version here",
             )
         self._expect_run(request.run_id)
         self._expect_proof(request)

@@ -14,6 +14,7 @@ PACKAGE_OF = {
     "matplotlib": "matplotlib",
     "peft": "peft",
     "pyarrow": "pyarrow",
+    "pynvml": "nvidia-ml-py",
     "tensorboard": "tensorboard",
     "textual": "textual",
     "tokenizers": "tokenizers",

@@ -17,7 +17,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -164,6 +164,8 @@ class CoordinatorClient(StatusClient):
         """by how much that may be wrong at most: half of the call in which it was measured"""
         self.module = module
         """The module whose log this peer follows, or asks for; if empty, joining sets it."""
+        self.before_chunk: Callable[[int], Awaitable[None]] = _at_once
+        """Awaited before each piece of a body, with its bytes: a link's owner may set a cap."""
         self._identity = identity
         self._role = role
         self._version = version
@@ -445,6 +447,7 @@ class CoordinatorClient(StatusClient):
                 if reply.send_body:
                     for start in range(0, len(body), CHUNK_BYTES):
                         chunk = bytes(body[start : start + CHUNK_BYTES])
+                        await self.before_chunk(len(chunk))
                         await _write(stream, pb.PublishRequest(chunk=chunk))
                     await stream.done_writing()
                     reply = await _reply(stream, CALL_TIMEOUT_S + header.body_bytes / APPLY_B_S)
@@ -453,6 +456,10 @@ class CoordinatorClient(StatusClient):
                 stream.cancel()
 
         return await self._with_channel(call)
+
+
+async def _at_once(num_bytes: int) -> None:
+    pass
 
 
 async def _write(stream: Any, part: pb.PublishRequest) -> None:  # noqa: ANN401

@@ -142,8 +142,9 @@ def _prepare(db: sqlite3.Connection, path: Path, run_id: bytes, *, fsync: bool) 
     version = db.execute("PRAGMA user_version").fetchone()[0]
     if version not in (0, SCHEMA_VERSION):
         raise StoreCorrupt(
-            f"{path}: expected a log of version {SCHEMA_VERSION}, got {version}; continue the run "
-            "with the version of Atoll that began it, or begin a new one in another directory"
+            f"{path}: expected a log of version {SCHEMA_VERSION}, got {version}; use the version "
+            f"of Atoll that wrote it. A peer may move the directory {path.parent} away instead and "
+            "fetch the log from others; a coordinator may not"
         )
     if version == 0:
         _create(db, run_id)

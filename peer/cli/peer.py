@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -23,6 +24,7 @@ from atoll.peer.cli import (
     add_track,
     new_parser,
 )
+from atoll.peer.cli.limits import add_limits, mbit, rates_of, rules_of, rules_of_one
 from atoll.peer.cli.watching import read_invite
 from atoll.peer.daemon.options import LISTEN, RELAY_MBIT_S
 from atoll.peer.daemon.supervised import STDIN, stop_with_stdin
@@ -56,6 +58,7 @@ def add_parser(subparsers: Subparsers) -> None:
         "atoll peer INVITE --allow-model my_package.models:build --data /data/corpus\n"
         "atoll peer INVITE --gpus all\n"
         "atoll peer INVITE --serve\n"
+        "atoll peer INVITE --hours 22-8 --max-mbit 10 --yield-gpu\n"
         "atoll peer INVITE --device cuda:1 --state-dir /data/atoll/gpu1\n"
         "atoll peer INVITE --data /data/corpus --name attic --json",
     )
@@ -126,26 +129,26 @@ def add_parser(subparsers: Subparsers) -> None:
     )
     parser.add_argument(
         "--uplink",
-        type=_mbit,
+        type=mbit,
         default=0.0,
         metavar="MBIT",
         help="Upload speed in Mbit/s (default: measured).",
     )
     parser.add_argument(
         "--downlink",
-        type=_mbit,
+        type=mbit,
         default=0.0,
         metavar="MBIT",
         help="Download speed in Mbit/s (default: measured).",
     )
     parser.add_argument(
         "--relay-mbit",
-        type=_mbit,
-        default=RELAY_MBIT_S,
+        type=mbit,
         metavar="MBIT",
         help="Bandwidth in Mbit/s for peers that cannot reach each other, if others can dial this "
-        f"one; 0 relays nothing (default: {RELAY_MBIT_S:g}).",
+        f"one; 0 relays nothing (default: {RELAY_MBIT_S:g}; 0 with --max-mbit).",
     )
+    add_limits(parser)
     add_outer_state(parser)
     parser.add_argument(
         "--share",
@@ -194,17 +197,20 @@ def run(args: argparse.Namespace) -> int:
     elif count := _number_of_ranks(args):
         from atoll.peer.daemon.launching import launch
 
-        return launch(sys.argv[1:], count, on_event=_as_json if args.json else _as_text)
+        on_ranks: OnPeerEvent = _as_json if args.json else _as_text
+        rules = rules_of(args, partial(_warn, on_ranks), gpus=0 if args.ranks else count)
+        return launch(sys.argv[1:], count, on_event=on_ranks, rules=rules)
     logging.raiseExceptions = False  # a log that cannot be written must not fill the terminal
     invite = read_invite(args.invite)  # before torch is imported, which takes seconds
     if not is_rank or os.environ["RANK"] == "0":
         _say_starting(f"run {invite.run_id.hex()[:12]} of {invite.addresses[0]}", as_json=args.json)
-    from atoll.peer.daemon.options import LinkRates, PeerOptions
+    from atoll.peer.daemon.options import PeerOptions
     from atoll.peer.daemon.process import RunOptions, run_peer
     from atoll.peer.paths import peer_state_dir
     from atoll.peer.tracking import check as check_tracker
     from atoll.peer.tracking import tracked
 
+    rates, relay_mbit_s = rates_of(args)
     options = RunOptions(
         peer=PeerOptions(
             invite=invite,
@@ -212,8 +218,8 @@ def run(args: argparse.Namespace) -> int:
             name=args.name or "",
             listen=tuple(args.listen or LISTEN),
             announce=tuple(args.announce or ()),
-            rates=LinkRates(uplink_mbit_s=args.uplink, downlink_mbit_s=args.downlink),
-            relay_mbit_s=args.relay_mbit,
+            rates=rates,
+            relay_mbit_s=relay_mbit_s,
             state_on_disk=args.outer_state == "disk",
             metrics_listen=args.metrics_listen,
         ),
@@ -246,6 +252,7 @@ def run(args: argparse.Namespace) -> int:
             from atoll.peer.cli.small_view import small_view
 
             shown = stack.enter_context(small_view(run_id, shown))
+        options = replace(options, rules=rules_of_one(args, partial(_warn, shown)))
         name = f"{args.name or 'peer'}-{run_id}"
         track = stack.enter_context(
             tracked(args.track, name=name, on_trouble=partial(_warn, shown))
@@ -322,16 +329,6 @@ def _name(text: str) -> str:
             f"expected at most {MAX_NAME_CHARS} characters, got {len(text)}"
         )
     return text
-
-
-def _mbit(text: str) -> float:
-    try:
-        rate = float(text)
-    except ValueError:
-        rate = math.nan
-    if not 0 <= rate < math.inf:
-        raise argparse.ArgumentTypeError(f"expected a number of Mbit/s, got {text!r}")
-    return rate
 
 
 def _address(text: str) -> str:

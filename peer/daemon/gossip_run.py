@@ -83,6 +83,7 @@ class GossipRun:
     ) -> None:
         """Stand at a state, without mass if the run has begun; use `start`."""
         self.ctx = ctx
+        ctx.link.cap(env.options.rates.most_mbit_s)
         self.progress = progress
         self.snapshot_every = env.spec.round.snapshot_every
         self._env = env

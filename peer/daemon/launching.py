@@ -19,10 +19,12 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from atoll.optim.ranks import RanksError
@@ -36,6 +38,7 @@ from atoll.peer.daemon.process import (
     run_peer,
     stop_on_signals,
 )
+from atoll.peer.daemon.shifts import Rule, Shifts
 from atoll.peer.daemon.supervised import stop_with_stdin
 from atoll.peer.errors import NetworkLost
 from atoll.peer.training.learner import StartSmaller
@@ -80,28 +83,37 @@ def run_rank(options: RunOptions, *, on_event: OnPeerEvent, ask: Ask | None) -> 
         return SMALLER if isinstance(error, StartSmaller) else LOST
 
 
-def launch(arguments: Sequence[str], ranks: int, *, on_event: OnPeerEvent) -> int:
+def launch(
+    arguments: Sequence[str], ranks: int, *, on_event: OnPeerEvent, rules: Sequence[Rule] = ()
+) -> int:
     """Run a peer of several ranks on this machine; return the exit code.
 
     Args:
         arguments: of the command `atoll`, for each rank.
         ranks: their number.
         on_event: takes what happens to them.
+        rules: of the owner, when to train.
     """
     crew: Crew | None = None
+    stopped = threading.Event()
+    shifts = Shifts(rules=rules, tell=partial(_tell, on_event))
 
     def stop() -> None:
+        stopped.set()
         if crew is not None:
             crew.stop(received[-1])
 
     soon = 0
     with stop_on_signals(stop) as received, tempfile.TemporaryDirectory() as folder:
-        while True:
+        while shifts.await_next(stopped):
             began_s = time.monotonic()
             crew = Crew(arguments, ranks, Path(folder))
             if received:  # while they were started
                 crew.stop(received[-1])
-            codes = crew.wait()
+            with shifts.watching(partial(crew.stop, signal.SIGTERM)) as closed:
+                codes = crew.wait()
+            if closed.is_set() and codes[0] == OK and not received:
+                continue  # a run that is complete ends at the beginning of the next shift
             if not is_lost(codes) or received:
                 return codes[0] if codes[0] >= 0 else 128 - codes[0]
             if SMALLER not in codes:  # pieces end at single sequences
@@ -112,6 +124,16 @@ def launch(arguments: Sequence[str], ranks: int, *, on_event: OnPeerEvent) -> in
                 return 1
             text = f"a rank was lost; starting all {ranks} again from the saved state"
             on_event(PeerEvent(kind="event", position=0, text=text, level="warning"))
+        return 128 + received[-1]
+
+
+def is_launched() -> bool:
+    """Return whether this process is a rank that `launch` has started."""
+    return PIPE in os.environ
+
+
+def _tell(on_event: OnPeerEvent, text: str) -> None:
+    on_event(PeerEvent(kind="event", position=0, text=text))
 
 
 def is_lost(codes: Sequence[int]) -> bool:

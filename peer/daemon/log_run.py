@@ -133,6 +133,8 @@ class LogRun:
             rule=rule_of(spec.round.reducer),
             on_evidence=env.outbox.evidence.append,
         )
+        self.ctx.link.cap(env.options.rates.most_mbit_s)
+        env.client.before_chunk = self.ctx.link.outflow.take
         self._catching_up = CatchingUp(
             self.ctx,
             Recovery(

@@ -13,6 +13,7 @@ from atoll.coordinator.run.invite import Invite
 MAX_NAME_CHARS = 64  # dashboards have narrow columns
 LISTEN = ("/ip4/0.0.0.0/tcp/0", "/ip6/::/tcp/0")  # the second only where there is IPv6
 TEXT_WAIT_S = 60.0  # for a server of a text: a peer moves to an empty stage within a minute
+MIN_CAP_MBIT_S = 5.0  # readers here and the coordinator get enough of it not to give up (`pacing`)
 RELAY_MBIT_S = 25.0  # enough for the control streams of hundreds; bodies go through owners
 
 
@@ -33,6 +34,8 @@ class LinkRates:
 
     uplink_mbit_s: float = 0.0
     downlink_mbit_s: float = 0.0
+    most_mbit_s: float = 0.0
+    """The most to use of it, each way; 0: all of it."""
 
 
 @dataclass(frozen=True, kw_only=True)

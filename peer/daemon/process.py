@@ -37,12 +37,13 @@ from atoll.peer.daemon.beside.owner_side import OwnerSide
 from atoll.peer.daemon.beside.trainer_side import NetworkLine, NetworkProcess, SeatReducer
 from atoll.peer.daemon.consent import Ask, Consent, needs_of
 from atoll.peer.daemon.options import PeerOptions, StageMove
+from atoll.peer.daemon.shifts import Rule, Shifts
 from atoll.peer.daemon.state_directory import delete_others, expect_run
 from atoll.peer.daemon.tally import Account
 from atoll.peer.daemon.views import RunFacts, TrainerView
 from atoll.peer.errors import ModelError, SavedStateError, WrongRole
 from atoll.peer.paths import PeerPaths
-from atoll.peer.training.devices import gpu_memory
+from atoll.peer.training.devices import free_memory, gpu_memory
 from atoll.peer.training.opening import first_state, slices_of, stage_needs
 from atoll.peer.training.permission import Allowed, with_own_files
 from atoll.peer.training.ranks import OneRank, SeveralRanks, ranks_here
@@ -87,6 +88,8 @@ class RunOptions:
     """Fraction of time to compute texts of others, in a pipeline; 0 serves none."""
     ranks: OneRank = field(default_factory=OneRank)
     """The processes that train as this peer; the first one joins the run."""
+    rules: tuple[Rule, ...] = ()
+    """When to train; between two shifts the peer has left the run."""
 
     @property
     def allowed(self) -> Allowed:
@@ -186,8 +189,27 @@ def run_peer(options: RunOptions, *, on_event: OnPeerEvent, ask: Ask | None = No
     """
     stop = Stop()
     with stop_on_signals(stop.set) as received, saying_that_it_stops(stop, on_event):
-        join_and_train(options, on_event=on_event, stop=stop, ask=ask)
+        train_in_shifts(options, on_event=on_event, stop=stop, ask=ask)
     return INTERRUPTED if signal.SIGINT in received else OK
+
+
+def train_in_shifts(
+    options: RunOptions, *, on_event: OnPeerEvent, stop: Stop, ask: Ask | None = None
+) -> bool:
+    """Train whenever the owner's rules allow it; return as `join_and_train`.
+
+    Raises:
+        Exception: as `join_and_train`.
+    """
+    tell = Narrator(on_event).tell
+    shifts = Shifts(rules=options.rules, tell=partial(tell, "info"))
+    while shifts.await_next(stop):
+        with stop.part() as shift, shifts.watching(shift.set) as closed:
+            is_over = join_and_train(options, on_event=on_event, stop=shift, ask=ask)
+        if is_over or not closed.is_set():
+            return is_over
+        free_memory()
+    return False
 
 
 def join_and_train(

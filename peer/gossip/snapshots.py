@@ -80,6 +80,7 @@ class Lender:
                 await turn.cede()
                 self._keep(state)
                 leaf = state.read_leaf(index)
+                await self._ctx.link.outflow.take(len(leaf))
                 # A joiner on a slow link takes longer for a leaf of 1 MiB than a stall.
                 await stream.send(leaf, timeout_s=4 * self._ctx.settings.stall_s)
 

@@ -24,6 +24,7 @@ from atoll.peer.recovery.recovery import Recovery
 from atoll.peer.recovery.sources import PeerSource, Source, whom_to_ask
 from atoll.peer.rounds.context import RoundSettings, fetch_head
 from atoll.peer.rounds.messages import Head
+from atoll.peer.rounds.pacing import Link
 
 CONNECT_S = 10.0  # a peer of the roster may be gone
 STALL_S = 5.0  # patience with a donor; nobody waits for the coordinator
@@ -123,6 +124,7 @@ class _FromRoster:
     transport: Transport
     roster: Roster
     replica: LiveReplica
+    link: Link = field(default_factory=Link)
     turn: int = 0
 
     @property

@@ -39,6 +39,7 @@ from atoll.peer.rounds.messages import (
     PartRequest,
     Span,
 )
+from atoll.peer.rounds.pacing import Link
 from atoll.peer.rounds.slots import Slots, Turn
 
 # Headers of one request: a joiner verifies them before it asks for more, so this many of a liar's
@@ -74,6 +75,11 @@ class Asking(Protocol):
     @property
     def known_epoch(self) -> int | None:
         """The epoch whose record is here, so need not be sent."""
+        ...
+
+    @property
+    def link(self) -> Link:
+        """What its owner lets it use."""
         ...
 
 
@@ -185,6 +191,7 @@ class _Floor:
         self._now = asyncio.get_running_loop().time
         self._began_at = self._now()
         self._patience_s = _patience_s(ctx)
+        self._inflow = ctx.link.inflow
         self.came = 0
         """bytes"""
 
@@ -203,6 +210,9 @@ class _Floor:
             )
         message = await stream.recv(timeout_s=left_s)
         self.came += len(message or b"")
+        waits_at = self._now()
+        await self._inflow.take(len(message or b""))
+        self._began_at += self._now() - waits_at  # it is not the donor's
         return message
 
     async def message(self, stream: Stream) -> bytes:
@@ -224,6 +234,7 @@ class _Outflow:
     def __init__(self, ctx: Asking, stream: Stream, turn: Turn) -> None:
         self._now = asyncio.get_running_loop().time
         self._patience_s = _patience_s(ctx)
+        self._outflow = ctx.link.outflow
         self._stream = stream
         self._turn = turn
         self._took_s = 0.0
@@ -240,6 +251,7 @@ class _Outflow:
             DeadlineExceeded: the reader is too slow, or takes nothing.
         """
         await self._turn.cede()
+        await self._outflow.take(len(data))
         left_s = self._patience_s + self.sent / FLOOR_BYTES_S - self._took_s
         if left_s <= 0:
             raise DeadlineExceeded(
@@ -279,7 +291,7 @@ class Archive:
 
     def __init__(self, ctx: Context) -> None:
         self._ctx = ctx
-        self.slots = Slots()
+        self.slots = Slots(ctx.link.max_readers)
 
     def serve(self) -> None:
         """Answer from now on."""

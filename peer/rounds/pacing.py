@@ -11,6 +11,9 @@ and then a round searches for more than that (the idea of BBR, ACM Queue 14(5), 
 for its round trips). A peer that knows nothing yet is not paced; the first round then measures.
 Nor is one whose rounds are too short for a reading: nothing would find a pace that is too low.
 Codes that leave up front and the rest of their round are one reading, with a pause.
+An owner may cap the link (`Link.cap`). Then no pace exceeds a part of the cap, and the rest is for
+other bulk (`Throttle`): what joiners read here, and entries for the coordinator. A part of its own
+lets neither starve the other. What a recovery fetches has the whole cap, as it goes the other way.
 Nor may more than `QUEUE_S` of it queue beyond what is under way for a round trip, however wrong
 the rate. Round trips are those of questions that peers answer at once, the least of each peer.
 If next to nothing is confirmed for as long as a queue and a round trip last, the rest is lost.
@@ -29,6 +32,7 @@ from itertools import count, groupby, pairwise
 
 from atoll.dht.tasks import Tasks
 from atoll.dht.transport import Transport
+from atoll.peer.rounds.slots import MAX_SLOTS
 
 UNKNOWN_MBIT_S = 100.0  # what a link is taken for of which nothing is known
 GAIN = 1.02  # over what was measured: an estimate that is too low corrects itself
@@ -70,6 +74,10 @@ LOST_SHARE = 0.02  # of what is unconfirmed, a reading: what was sent to the dea
 # Of what is unconfirmed, in a round trip and the time of a queue. If less comes, the rest is lost:
 # 256 KiB on a link of 1 Mbit/s are confirmed twice as fast.
 LIVE_SHARE = 1 / 16
+# Of a cap, for bulk that is no part of a round: of the least cap, 5 Mbit/s, two readers and the
+# coordinator get 1 MiB each within their patience.
+SPARE_SHARE = 1 / 3
+LEAST_READERS, READER_MBIT_S = 2, 0.6  # a reader gives up on a donor below 64 kB/s
 BITS = 8e-6  # Mbit in a byte
 
 
@@ -385,6 +393,23 @@ class Pacer:
         return max(self._free_at_s, now_s - BURST_S) + num_bytes * BITS / self.rate_mbit_s
 
 
+class Throttle:
+    """Lets bulk pass at no more than so many bytes a second, first come, first served."""
+
+    def __init__(self) -> None:
+        """Hold back nobody until `rate_mbit_s` is set."""
+        self.rate_mbit_s = math.inf
+        self._free_at_s = 0.0
+
+    async def take(self, num_bytes: int) -> None:
+        """Wait until all that passed before has had its time, then let these bytes pass."""
+        now_s = asyncio.get_running_loop().time()
+        begins_s = max(self._free_at_s, now_s)
+        self._free_at_s = begins_s + num_bytes * BITS / self.rate_mbit_s
+        if begins_s > now_s:
+            await asyncio.sleep(begins_s - now_s)
+
+
 class LinkReading:
     """One reduction's look at the link."""
 
@@ -411,6 +436,11 @@ class Link:
 
     def __init__(self) -> None:
         self.pacer = Pacer()
+        self.inflow = Throttle()
+        """for what recoveries fetch"""
+        self.outflow = Throttle()
+        """for bulk that is no part of a round or a pass"""
+        self._most_mbit_s = math.inf
         self._round_trips: dict[str, deque[float]] = {}
         self._watches: set[LinkReading] = set()
         self._stretches: list[list[Sample]] = []
@@ -432,10 +462,27 @@ class Link:
         self._declared_mbit_s = uplink_mbit_s
         self._set_pace()
 
+    def cap(self, most_mbit_s: float) -> None:
+        """Use no more of the link than the owner allows, each way; 0 for all of it."""
+        self._most_mbit_s = most_mbit_s or math.inf
+        most = DECLARED_SHARE * self._most_mbit_s
+        self.inflow.rate_mbit_s, self.outflow.rate_mbit_s = most, SPARE_SHARE * most
+        self._set_pace()
+
+    @property
+    def max_readers(self) -> int:
+        """Return how many streams of bulk may be read here at once: each has to make progress."""
+        return int(max(LEAST_READERS, min(MAX_SLOTS, self.outflow.rate_mbit_s / READER_MBIT_S)))
+
+    @property
+    def _most_of_rounds(self) -> float:
+        return (1 - SPARE_SHARE) * self._most_mbit_s
+
     @property
     def uplink_mbit_s(self) -> float:
-        """Return the declared rate, else the measured one, else a guess."""
-        return self._declared_mbit_s or self._up.mbit_s or UNKNOWN_MBIT_S
+        """Return the declared rate, else the measured one, else a guess; at most the cap."""
+        known = self._declared_mbit_s or self._up.mbit_s or UNKNOWN_MBIT_S
+        return min(known, self._most_of_rounds)
 
     @property
     def downlink_mbit_s(self) -> float:
@@ -443,7 +490,7 @@ class Link:
 
         Rounds seldom fill a downlink, so that is a lower bound; few links are slower down than up.
         """
-        return max(self._down_mbit_s, self.uplink_mbit_s)
+        return min(max(self._down_mbit_s, self.uplink_mbit_s), self._most_mbit_s)
 
     def note_round_trip(self, peer: str, seconds: float) -> None:
         """Note how long a peer took to answer; the furthest one's round trip counts."""
@@ -548,4 +595,6 @@ class Link:
     def _set_pace(self) -> None:
         declared = self._declared_mbit_s
         measured = self._flow if self._is_attended else self._up
-        self.pacer.rate_mbit_s = DECLARED_SHARE * declared if declared else measured.pace_mbit_s
+        pace = DECLARED_SHARE * declared if declared else measured.pace_mbit_s
+        most = DECLARED_SHARE * self._most_of_rounds
+        self.pacer.rate_mbit_s = pace if math.isinf(most) else min(pace or most, most)

@@ -5,6 +5,7 @@ in the forward and backward pass, `float16` with a scaled loss. The outer state 
 CPU. Nothing on a device is float64, which MPS lacks.
 """
 
+import gc
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
@@ -129,6 +130,29 @@ def gpu_memory(name: str, *, ranks: int = 1) -> int | None:
     except DeviceError:
         return None
     return ranks * _memory_of(device) if device.type == "cuda" else None
+
+
+def gpu_uuids(name: str, *, gpus: int = 0) -> list[str]:
+    """Return what NVIDIA's library calls the GPUs of a peer, as 'GPU-...'.
+
+    Args:
+        name: device name, as for `Device.choose`.
+        gpus: number of GPUs that train together; 0 for the one of `name`.
+
+    Raises:
+        DeviceError: it trains on none.
+    """
+    device = _device(_best_name() if name == "auto" else name)
+    if device.type != "cuda" or torch.version.cuda is None:
+        raise DeviceError(f"expected an NVIDIA GPU for --yield-gpu, got {device}; leave it out")
+    indices = range(gpus) if gpus else [device.index or 0]
+    return [f"GPU-{torch.cuda.get_device_properties(index).uuid}" for index in indices]
+
+
+def free_memory() -> None:
+    """Return the memory of models that are gone to the GPU; some 0.5 GB stay with the process."""
+    gc.collect()
+    torch.cuda.empty_cache()
 
 
 def number_of_gpus(wanted: int, *, device: str) -> int:

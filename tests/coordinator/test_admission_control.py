@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -60,12 +61,16 @@ def admission(tmp_path: Path, clock: Clock) -> AdmissionControl:
 
 
 def join(
-    admission: AdmissionControl, token: bytes, identity: Identity, role: str = "trainer"
+    admission: AdmissionControl,
+    token: bytes,
+    identity: Identity,
+    role: str = "trainer",
+    protocol: int = PROTOCOL,
 ) -> Admission:
     nonce = admission.challenge(identity.peer_id)
     welcome = admission.join(
         JoinRequest(
-            protocol=PROTOCOL,
+            protocol=protocol,
             version="1",
             run_id=RUN_ID,
             peer_id=identity.peer_id,
@@ -76,6 +81,14 @@ def join(
         )
     )
     return Admission.open(welcome.admission, admission._keys.run_public_key)
+
+
+def test_a_peer_of_another_release_is_told_which_one_to_install(
+    admission: AdmissionControl,
+) -> None:
+    with pytest.raises(Refusal, match=rf"is of Atoll {version('atoll')}; install that") as refusal:
+        join(admission, admission._keys.token, Identity.ephemeral(), protocol=PROTOCOL + 1)
+    assert refusal.value.status is RefusalStatus.FAILED_PRECONDITION
 
 
 def test_an_admission_is_renewed_at_half_its_life(

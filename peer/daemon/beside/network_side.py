@@ -428,7 +428,11 @@ def options_of(told: Mapping[str, Any]) -> PeerOptions:
         name=told["name"],
         listen=told["listen"],
         announce=told["announce"],
-        rates=LinkRates(uplink_mbit_s=told["rates"][0], downlink_mbit_s=told["rates"][1]),
+        rates=LinkRates(
+            uplink_mbit_s=told["rates"][0],
+            downlink_mbit_s=told["rates"][1],
+            most_mbit_s=told["rates"][2],
+        ),
         relay_mbit_s=told["relay_mbit_s"],
         state_on_disk=told["state_on_disk"],
         metrics_listen=told["metrics_listen"],

@@ -619,7 +619,7 @@ def _told(options: PeerOptions) -> dict[str, Any]:
         "name": options.name,
         "listen": options.listen,
         "announce": options.announce,
-        "rates": (rates.uplink_mbit_s, rates.downlink_mbit_s),
+        "rates": (rates.uplink_mbit_s, rates.downlink_mbit_s, rates.most_mbit_s),
         "relay_mbit_s": options.relay_mbit_s,
         "state_on_disk": options.state_on_disk,
         "metrics_listen": options.metrics_listen,

@@ -71,6 +71,10 @@ CONNECT_STALLS = 3  # a first contact with a leader may have to dial
 # ends the wait; this is for a leader that died after it closed its group.
 CLOSED_STALLS = 20
 
+OTHER_RELEASE = (
+    ": it runs another release, whose rounds cannot take this peer's work; install the "
+    "organiser's version of Atoll"
+)
 WAITS_FOR_DECISION = frozenset({RefusalCode.CLOSED, RefusalCode.BARRED})
 """Refusals after which the round goes on without this peer."""
 
@@ -352,6 +356,8 @@ class MemberRound:
         if failure.code is not None and self._leader is not None:
             name = self._leader.peer_id
             text = f"round {position + 1}: {short(name)} refused: {failure.why}"
+            if failure.code == RefusalCode.PROTOCOL:
+                text += OTHER_RELEASE
             key = "leader refused", position, name, failure.key
             self._try_next()
             return [SendReport(level="warning", text=text, key=key)]

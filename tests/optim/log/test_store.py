@@ -138,7 +138,7 @@ def test_a_log_of_an_earlier_version_is_refused_with_the_remedy(tmp_path: Path) 
     open_store(tmp_path).close()
     with closing(sqlite3.connect(tmp_path / "log.sqlite")) as db:
         db.execute("PRAGMA user_version = 1")
-    with pytest.raises(StoreCorrupt, match=r"version 2, got 1; continue the run with the version"):
+    with pytest.raises(StoreCorrupt, match=r"version 2, got 1; use the version of Atoll that"):
         open_store(tmp_path)
 
 

@@ -1,5 +1,7 @@
 """What is fetched is checked, and what is asked for is bounded."""
 
+import asyncio
+
 import pytest
 
 from atoll.dht.transport import PeerUnreachable, Refused
@@ -7,6 +9,7 @@ from atoll.optim.log.entry import MalformedRecord, sha256
 from atoll.peer.rounds import fetching
 from atoll.peer.rounds.fetching import fetch_body, fetch_headers, fetch_part
 from atoll.peer.rounds.messages import Span, deflated, inflated
+from atoll.peer.rounds.pacing import BITS, SPARE_SHARE
 from support.strikes import passed
 from support.swarm import run_swarm
 
@@ -59,6 +62,26 @@ def test_a_body_that_the_disk_has_spoiled_is_refused_and_told(tmp_path):
             await fetch_body(asking.ctx, name, 2, len(body))
         assert any("entry 2 was damaged" in text for text in donor.events)
         assert donor.replica.store.first_with_bodies() == 3  # nobody is sent here for it again
+
+    run_swarm(tmp_path, scenario)
+
+
+@pytest.mark.parametrize("capped", ["donor", "reader"])
+def test_a_cap_of_the_donor_or_of_the_reader_bounds_what_is_fetched(tmp_path, capped):
+    async def scenario(swarm):
+        donor, reader = await swarm.start(2, window_s=1000.0)
+        part = bytes(4 << 20)
+        donor.ctx.parts.put(0, sha256(part), part)
+        loop, took_s = asyncio.get_running_loop(), []
+        for most_mbit_s in (0.0, 30.0):
+            (donor if capped == "donor" else reader).ctx.link.cap(most_mbit_s)
+            began_s = loop.time()
+            await fetch_part(reader.ctx, [donor.identity.peer_id], sha256(part), len(part))
+            took_s.append(loop.time() - began_s)
+        share = SPARE_SHARE if capped == "donor" else 1.0
+        due_s = len(part) * BITS / (30.0 * share)
+        assert took_s[0] < 0.1 * due_s
+        assert 0.9 * due_s < took_s[1] < 1.3 * due_s
 
     run_swarm(tmp_path, scenario)
 

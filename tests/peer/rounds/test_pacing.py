@@ -31,9 +31,11 @@ from atoll.peer.rounds.pacing import (
     Pacer,
     RateEstimate,
     Sample,
+    Throttle,
     peak_mbit_s,
     saturated_mbit_s,
 )
+from atoll.peer.rounds.slots import MAX_SLOTS
 
 PIECE = 125_000  # 1 Mbit
 MESSAGE = 65_536  # bytes of cells that leave at once
@@ -336,6 +338,60 @@ def test_what_the_owner_declares_is_not_measured_away():
     link.learn([samples(100, 100, 100, 100)])
     assert link.uplink_mbit_s == 20.0
     assert link.pacer.rate_mbit_s is not None and link.pacer.rate_mbit_s < 20.0
+
+
+@pytest.mark.parametrize(
+    ("declared", "measured", "pace"),
+    [
+        (0.0, None, 18.8),  # nothing is known yet: the cap is the pace from the first round on
+        (0.0, 200.0, 18.8),
+        (0.0, 8.0, 8.0 * SEARCH_GAIN),
+        (100.0, None, 18.8),
+        (10.0, 200.0, 9.4),
+    ],
+)
+def test_no_pace_exceeds_the_cap_of_the_owner(declared, measured, pace):
+    link = Link()
+    link.cap(30.0)  # a third of it is for joiners and the coordinator
+    link.declare(declared)
+    if measured:
+        link.learn([samples(*[measured] * 8)])
+    assert link.pacer.rate_mbit_s == pytest.approx(pace)
+    assert link.uplink_mbit_s < 20.01
+    assert link.downlink_mbit_s <= 30.0
+    assert link.pacer.rate_mbit_s + link.outflow.rate_mbit_s <= 30.0
+
+
+def test_a_link_without_a_cap_is_used_as_before():
+    link = Link()
+    assert link.pacer.rate_mbit_s is None
+    link.cap(0.0)
+    assert (link.pacer.rate_mbit_s, link.max_readers) == (None, MAX_SLOTS)
+    assert link.outflow.rate_mbit_s == link.inflow.rate_mbit_s == float("inf")
+
+
+def test_few_read_from_a_link_with_a_low_cap():
+    link = Link()
+    readers = [link.cap(most) or link.max_readers for most in (5.0, 12.0, 100.0)]
+    assert readers == [2, 6, MAX_SLOTS]
+
+
+def test_bulk_passes_at_the_rate_of_its_allowance():
+    async def main():
+        throttle, loop = Throttle(), asyncio.get_running_loop()
+        took_s = []
+
+        async def pass_all():
+            for _ in range(10):
+                await throttle.take(PIECE)
+
+        for rate_mbit_s in (float("inf"), 10.0):
+            throttle.rate_mbit_s, began_s = rate_mbit_s, loop.time()
+            await asyncio.gather(pass_all(), pass_all())  # two streams share it
+            took_s.append(loop.time() - began_s)
+        return took_s
+
+    assert run(main()) == pytest.approx([0.0, 1.9])
 
 
 def test_a_pace_that_holds_up_a_short_round_is_dropped_until_a_long_one():

@@ -146,7 +146,7 @@ def test_what_a_trainer_tells_is_what_the_network_takes(tmp_path):
         state_dir=tmp_path,
         name="a",
         announce=("/ip4/1.2.3.4/tcp/5",),
-        rates=LinkRates(uplink_mbit_s=3.0),
+        rates=LinkRates(uplink_mbit_s=3.0, most_mbit_s=8.0),
     )
     assert options_of(_told(options)) == options
 

@@ -20,6 +20,7 @@ from atoll.peer.rounds.consensus.member import (
     MemberView,
     NoteTurn,
     ReportTurn,
+    SendReport,
 )
 from atoll.peer.rounds.consensus.round import Place, leader_of
 from support.model import elector
@@ -260,3 +261,18 @@ def test_nothing_is_reduced_early_by_a_leader_that_is_passed_over():
     assert member.state is MemberState.LATE
     assert joined(member, place=early, skipped=()) == [], "it waits for the next entry"
     assert joined(member, skipped={0}) == [1]
+
+
+def test_a_member_of_another_release_is_told_what_to_do():
+    member = MemberRound(PLACE, stall_s=STALL_S)
+    view = MemberView(now=0.0, place=PLACE, electorate=ELECTORATES[0], term=0)
+    assert any(isinstance(action, Join) for action in member.advance(view))
+    told = []
+    for code in (RefusalCode.ELSEWHERE, RefusalCode.PROTOCOL):
+        failing = clone(member)
+        failing.receive(Failed(why="expected 2, got 1", code=code))
+        reports = [a for a in failing.advance(view) if isinstance(a, SendReport)]
+        told += [report.text for report in reports]
+    other, release = told
+    assert "install" not in other
+    assert release.endswith("install the organiser's version of Atoll")

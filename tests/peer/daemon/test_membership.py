@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -44,6 +45,7 @@ def membership():
         admission=b"\x00\xff",
         bootstrap=("/ip4/127.0.0.1/tcp/1/p2p/a",),
         evictions=b"signed",
+        relocation=b"elsewhere",
     )
 
 
@@ -106,6 +108,36 @@ def test_a_full_disk_costs_a_peer_no_eviction_that_it_hears_of(paths, membership
         assert [level for level, _ in told] == ["warning"] and "make room" in told[0][1]
     enrolment.keep_evictions(b"newer")  # the next heartbeat, with room
     assert directory.recall().evictions == b"newer" and len(told) == 1
+    directory.close()
+
+
+def test_where_the_coordinator_is_is_kept_for_the_next_start(paths, membership):
+    directory = StateDirectory(paths, RUN)
+    assert directory.relocation() == b""
+    own, other, new = ("/ip4/127.0.0.1/tcp/1/p2p/a", "/ip4/127.0.0.1/tcp/2/p2p/b", "/new/p2p/c")
+    enrolment = Enrolment(
+        directory,
+        None,
+        replace(membership, bootstrap=(own, other)),
+        own_bootstrap=(own,),
+        show=lambda level, text, key: None,
+    )
+    enrolment.keep_relocation(b"newer", (new,))
+    assert directory.relocation() == b"newer"
+    assert directory.recall().bootstrap == (new, other)  # the old node's is of no use
+    assert enrolment.own_bootstrap == (new,)
+    paths.run.write_bytes(b"rot")
+    assert directory.relocation() == b""
+    directory.close()
+
+
+def test_a_record_of_an_older_version_says_nothing_of_another_place(paths, membership):
+    directory = StateDirectory(paths, RUN)
+    directory.remember(membership)
+    fields = json.loads(paths.run.read_bytes())
+    del fields["relocation"]
+    paths.run.write_text(json.dumps(fields))
+    assert directory.relocation() == b"" and directory.recall().evictions == b"signed"
     directory.close()
 
 

@@ -56,9 +56,10 @@ def test_a_forged_relocation_is_refused() -> None:
     whereabouts, other = Whereabouts(INVITE), Ed25519PrivateKey.generate()
     changed = bytearray(record())
     changed[50] ^= 1
-    for forged in (record(key=other), bytes(changed), record()[:-1], b"", bytes(65)):
+    for forged in (record(key=other), bytes(changed), record()[:-1], bytes(65)):
         with pytest.raises(RelocationInvalid):
             whereabouts.take(forged)
+    assert not whereabouts.take(b"")  # of a peer that has none
     assert whereabouts.addresses == ("old:7700",) and not whereabouts.record
 
 

@@ -109,7 +109,5 @@ async def hold(folder: Path) -> None:
             await child.stop()
 
 
-def test_peers_follow_a_coordinator_that_moves_and_old_invites_lead_them_there(
-    tmp_path: Path,
-) -> None:
+def test_peers_follow_a_coordinator_that_moves(tmp_path: Path) -> None:
     asyncio.run(hold(tmp_path))

@@ -38,7 +38,7 @@ PASSED_ON = 8  # peers that a peer tells of each record: 1,000 all know after fo
 ASKED = 2  # at each look without the coordinator
 
 
-class Place(Protocol):
+class KnownPlace(Protocol):
     """What a node knows of where the coordinator is."""
 
     @property
@@ -89,7 +89,7 @@ class Relocations:
     def __init__(
         self,
         transport: Transport,
-        place: Place,
+        place: KnownPlace,
         peers: Callable[[], Awaitable[Mapping[str, PeerRecord]]],
         *,
         told_of_each: float = PASSED_ON,
@@ -102,7 +102,7 @@ class Relocations:
         transport.serve(METHOD, self._answer)
 
     @classmethod
-    def of_coordinator(cls, node: Node, place: Place) -> Relocations:
+    def of_coordinator(cls, node: Node, place: KnownPlace) -> Relocations:
         """Return the exchange of the coordinator's node, which tells everybody."""
         return cls(node.transport, place, node.roster.peers, told_of_each=math.inf)
 

@@ -107,6 +107,30 @@ def test_a_client_with_the_old_invite_follows_a_restart_at_another_port(
     kit.run(main())
 
 
+def test_a_session_leaves_an_old_coordinator_that_still_answers(kit: Any, tmp_path: Path) -> None:
+    async def main() -> None:
+        async with kit.net(tmp_path / "run") as net:
+            here, keys = net.up.invite.addresses, net.up.coordinator.keys
+            client = net.client()
+            await client.join()
+
+            def moved(serial: int, *addresses: str) -> bytes:
+                there = Relocation(serial=serial, addresses=addresses)
+                return there.sign(net.run_id, keys.sign)
+
+            later = int(net.up.coordinator.now_s()) + 100
+            assert client.whereabouts.take(moved(later, *here, "127.0.0.1:9"))
+            await client.follow()
+            assert client._channel is not None  # it is there
+            assert client.whereabouts.take(moved(later + 1, "127.0.0.1:9"))
+            await client.follow()
+            assert client._channel is None
+            await client.heartbeat(net.swarm.status(0))  # nobody is there yet: the invite counts
+            assert client._dialed == here[0]
+
+    kit.run(main())
+
+
 def test_an_answer_brings_the_record_once(kit: Any, tmp_path: Path) -> None:
     async def main() -> None:
         async with kit.net(tmp_path / "run") as net:

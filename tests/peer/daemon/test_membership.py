@@ -1,5 +1,6 @@
 """The state directory of a peer: whose it is, who uses it, and what is kept in it."""
 
+import asyncio
 import errno
 import json
 import os
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from atoll.coordinator.rpc.client_errors import NotWelcome
 from atoll.coordinator.run.keys import KEYS_FILE, RunKeys
 from atoll.coordinator.run.spec import RunSpec
 from atoll.optim.state.layout import Layout
@@ -138,6 +140,25 @@ def test_a_record_of_an_older_version_says_nothing_of_another_place(paths, membe
     del fields["relocation"]
     paths.run.write_text(json.dumps(fields))
     assert directory.relocation() == b"" and directory.recall().evictions == b"signed"
+    directory.close()
+
+
+def test_a_start_takes_the_kept_place_before_it_joins(paths, membership):
+    directory, recalled = StateDirectory(paths, RUN), []
+    directory.remember(membership)
+
+    class Client:
+        module = ""
+
+        def recall_relocation(self, record):
+            recalled.append(record)
+
+        async def join(self):
+            assert recalled == [b"elsewhere"]
+            raise NotWelcome(None, "enough")
+
+    with pytest.raises(NotWelcome):
+        asyncio.run(Enrolment.open(Client(), directory, None, lambda *event, key=None: None))
     directory.close()
 
 

@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import shutil
 import socket
 from pathlib import Path
 
@@ -26,8 +25,9 @@ def free_address() -> str:
         return f"127.0.0.1:{free.getsockname()[1]}"
 
 
-async def hold(folder: Path) -> None:
+async def hold(folder: Path, *, by_copies: bool) -> None:
     """Move a run's coordinator under two trainers, restart one, and let another join."""
+    copies, key = folder / "copies", folder / "first" / "recovery.key"
     spec = write_spec(folder, text=TEXT, run=RUN, round=ROUND)
     data = ("--data", folder / "text.txt")
     children: list[Child] = []
@@ -37,13 +37,13 @@ async def hold(folder: Path) -> None:
         children.append(await Child.start(name, log, list(map(str, arguments))))
         return children[-1]
 
-    async def coordinator(name: str) -> tuple[Child, str]:
+    async def coordinator(name: str, *arguments: object) -> tuple[Child, str]:
         addresses = ("--listen", free_address(), "--dht-listen", free_address())
         state, file = folder / name, folder / f"{name}.invite"
         file.unlink(missing_ok=True)
         child = await start(
             f"{name}-coordinator",
-            *("coordinator", spec, *addresses, "--state-dir", state, "--invite-file", file),
+            *("coordinator", *arguments, *addresses, "--state-dir", state, "--invite-file", file),
             "--stop-with-stdin",
         )
         await until(file.exists, child)
@@ -75,15 +75,19 @@ async def hold(folder: Path) -> None:
         children.remove(child)
 
     try:
-        first, old = await coordinator("first")
+        first, old = await coordinator("first", spec, "--copies", copies)
         one = await trainer("one", old)
         await trainer("two", old)
-        before = await seen(old, lambda now: now.position >= 2 and len(online(now)) == 2)
+        before = await seen(
+            old,
+            lambda now: len(online(now)) == 2 and now.copies and now.copies.position >= 2,
+        )
         await end(first)
-        shutil.copytree(folder / "first", folder / "second")
-        (folder / "first").rename(folder / "gone")
-
-        _, new = await coordinator("second")
+        if by_copies:
+            _, new = await coordinator("second", "--restore", copies, "--recovery-key", key)
+        else:
+            (folder / "first").rename(folder / "second")
+            _, new = await coordinator("second", spec)
         assert Invite.decode(new).addresses != Invite.decode(old).addresses
         after = await seen(
             new,
@@ -109,5 +113,6 @@ async def hold(folder: Path) -> None:
             await child.stop()
 
 
-def test_peers_follow_a_coordinator_that_moves(tmp_path: Path) -> None:
-    asyncio.run(hold(tmp_path))
+@pytest.mark.parametrize("by_copies", [False, True])
+def test_peers_follow_a_coordinator_that_moves(tmp_path: Path, by_copies: bool) -> None:
+    asyncio.run(hold(tmp_path, by_copies=by_copies))

@@ -162,6 +162,8 @@ class Coordinator:
         that came first are first."""
         self._moves: Counter[str] = Counter()
         """By module, the peers that came from another one."""
+        self.relocation = b""
+        """Where the coordinator is (`run/relocation.py`); empty until it is known."""
         self.copies: Callable[[], CopyStatus] | None = None
         """Tells how far the copies of this run are; None if none are kept."""
         if self._is_finished():

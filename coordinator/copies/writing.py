@@ -46,12 +46,13 @@ from atoll.coordinator.copies.target import (
     is_full,
 )
 from atoll.coordinator.history import History
+from atoll.coordinator.relocating import RELOCATION_FILE
 from atoll.coordinator.service.server import LogFiles
 from atoll.optim.log.entry import sha256
 from atoll.optim.log.store import LogStore, NotStored, SnapshotInfo
 
 MAX_FILE_BYTES = 16 << 20  # a tokenizer of 4 MiB is the largest; the log is copied by itself
-LEFT_BEHIND = frozenset({"lock", OWNER_FILE, RECOVERY_FILE})
+LEFT_BEHIND = frozenset({"lock", OWNER_FILE, RECOVERY_FILE, RELOCATION_FILE})
 """Files of one directory alone."""
 
 

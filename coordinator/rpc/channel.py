@@ -12,7 +12,7 @@ the channel; the next one connects again, to the next address of the invite.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any, TypeVar
 
 import grpc
@@ -52,7 +52,11 @@ class StatusClient:
         """`viewer` is the secret by which an observer is known again, if it has one."""
         self.invite = invite
         self._viewer = viewer
+        self.is_reached = False
+        """True if the coordinator answered the last call that has ended."""
         self._channel: Any = None
+        self._dialed = ""
+        """Address of the channel, or of the last one."""
         self._address = 0
         self._connecting = asyncio.Lock()
 
@@ -88,7 +92,7 @@ class StatusClient:
         if run_id != expected:
             raise WrongRunOrVersion(
                 grpc.StatusCode.FAILED_PRECONDITION,
-                f"{self._target}: expected run {expected[:12]}, got {run_id[:12]}: the invite is "
+                f"{self._dialed}: expected run {expected[:12]}, got {run_id[:12]}: the invite is "
                 "of another run; ask the organiser for the current invite",
             )
 
@@ -116,24 +120,31 @@ class StatusClient:
     async def _with_channel(self, use: Callable[[Any], Awaitable[T]]) -> T:
         channel = await self._connect()
         try:
-            return await use(channel)
+            result = await use(channel)
+            self.is_reached = True
+            return result
         except grpc.aio.AioRpcError as error:
-            failure = from_grpc(error, self._target)
+            failure = from_grpc(error, self._dialed)
         except TimeoutError:
-            failure = CoordinatorUnreachable(f"{self._target}: no progress in time")
+            failure = CoordinatorUnreachable(f"{self._dialed}: no progress in time")
         except asyncio.CancelledError:
             task = asyncio.current_task()
             if task is None or task.cancelling():
                 raise
             # gRPC cancels all calls of a channel that it closes, here because another call failed.
-            failure = CoordinatorUnreachable(f"{self._target}: the connection was closed")
+            failure = CoordinatorUnreachable(f"{self._dialed}: the connection was closed")
         if isinstance(failure, CoordinatorUnreachable):
             await self._give_up(channel)
         raise failure
 
     @property
+    def addresses(self) -> Sequence[str]:
+        """'host:port' of the coordinator, in the order in which they are tried."""
+        return self.invite.addresses
+
+    @property
     def _target(self) -> str:
-        return self.invite.addresses[self._address % len(self.invite.addresses)]
+        return self.addresses[self._address % len(self.addresses)]
 
     async def _connect(self) -> Any:  # noqa: ANN401
         async with self._connecting:
@@ -143,16 +154,19 @@ class StatusClient:
 
     async def _open_channel(self) -> Any:  # noqa: ANN401
         sha256, failures = self.invite.tls_sha256, []
-        for _ in self.invite.addresses:
+        for _ in self.addresses:
+            self._dialed = self._target
             try:
-                return await pinned_channel(self._target, sha256, timeout_s=CALL_TIMEOUT_S / 2)
+                return await pinned_channel(self._dialed, sha256, timeout_s=CALL_TIMEOUT_S / 2)
             except (CoordinatorUnreachable, WrongCertificate) as error:
                 failures.append(error)
                 self._address += 1
+        self.is_reached = False
         # The finding of an attacker, or of an old invite, outweighs an address without an answer.
         raise next((f for f in failures if isinstance(f, WrongCertificate)), failures[0])
 
     async def _give_up(self, channel: Any) -> None:  # noqa: ANN401
+        self.is_reached = False
         if self._channel is channel:
             self._channel = None
             self._address += 1

@@ -38,6 +38,7 @@ from atoll.coordinator.rpc.messages import (
 from atoll.coordinator.run.admission import AdmissionCheck, AdmissionRefused, Role
 from atoll.coordinator.run.eviction import Evictions, EvictionsInvalid
 from atoll.coordinator.run.invite import Invite
+from atoll.coordinator.run.relocation import RelocationInvalid, Whereabouts
 from atoll.coordinator.run.spec import RunSpec, run_id
 from atoll.coordinator.run.spec_problems import SpecError
 from atoll.coordinator.run.status import Event, PeerStatus, RoundReport
@@ -159,6 +160,8 @@ class CoordinatorClient(StatusClient):
         clock: Callable[[], float] = time.time,
     ) -> None:
         super().__init__(invite)
+        self.whereabouts = Whereabouts(invite)
+        """Where the coordinator is, as far as it, or anybody else, has told."""
         self.clock_offset_s = 0.0
         self.clock_error_s = 0.0
         """by how much that may be wrong at most: half of the call in which it was measured"""
@@ -202,6 +205,23 @@ class CoordinatorClient(StatusClient):
             self._take_evicted(record)
 
     @property
+    def addresses(self) -> Sequence[str]:
+        """'host:port' of the coordinator, in the order in which they are tried."""
+        return self.whereabouts.addresses
+
+    def recall_relocation(self, record: bytes) -> None:
+        """Take a relocation that an earlier process got; a damaged one is as good as none."""
+        with suppress(RelocationInvalid):
+            self.whereabouts.take(record)
+
+    async def follow(self) -> None:
+        """Connect to the newest address with the next call, unless this session is there."""
+        newest = self.whereabouts.relocation
+        if newest is not None and self._dialed not in newest.addresses:
+            self._address = 0
+            await self.close()
+
+    @property
     def joined(self) -> bool:
         """True if there is a session."""
         return bool(self._session)
@@ -222,6 +242,7 @@ class CoordinatorClient(StatusClient):
         self._session = reply.session
         self._epoch = reply.epoch
         self._take_evicted(reply.evicted)
+        self._take_relocation(reply.relocation)
         return joined
 
     def _measure_clock(self, server_time_s: float, asked_s: float) -> None:
@@ -270,12 +291,14 @@ class CoordinatorClient(StatusClient):
             # Spares the reply the record: it names all electors, 28 kB for 256 of them.
             epoch_sha256=hashlib.sha256(self._epoch).digest() if self._epoch else b"",
             evicted_sha256=hashlib.sha256(self._evicted_record).digest(),
+            relocation_sha256=hashlib.sha256(self.whereabouts.record).digest(),
         )
         asked_s = self._clock()
         reply = await self._call("Heartbeat", request)
         self._measure_clock(reply.server_time_s, asked_s)
         self._epoch = reply.epoch or self._epoch
         self._take_evicted(reply.evicted)
+        self._take_relocation(reply.relocation)
         return Beat(
             epoch=self._epoch,
             head=_head(reply.head),
@@ -395,6 +418,15 @@ class CoordinatorClient(StatusClient):
             raise BadReply(str(error)) from None
         if evicted.issued_s >= self._evicted.issued_s:
             self._evicted, self._evicted_record = evicted, record
+
+    def _take_relocation(self, record: bytes) -> None:
+        """Take where the coordinator is; it sends nothing that is known here."""
+        if not record:
+            return
+        try:
+            self.whereabouts.take(record)
+        except RelocationInvalid as error:
+            raise BadReply(str(error)) from None
 
     def _join_request(self, identity: Identity, nonce: bytes) -> pb.JoinRequest:
         return pb.JoinRequest(

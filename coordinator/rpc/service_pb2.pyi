@@ -61,7 +61,7 @@ class JoinRequest(_message.Message):
     def __init__(self, protocol: _Optional[int] = ..., version: _Optional[str] = ..., run_id: _Optional[bytes] = ..., peer_id: _Optional[str] = ..., role: _Optional[str] = ..., nonce: _Optional[bytes] = ..., signature: _Optional[bytes] = ..., token: _Optional[bytes] = ..., module: _Optional[str] = ...) -> None: ...
 
 class JoinReply(_message.Message):
-    __slots__ = ("spec", "admission", "session", "layout", "genesis_root", "epoch", "head", "bootstrap", "server_time_s", "heartbeat_s", "evicted", "module")
+    __slots__ = ("spec", "admission", "session", "layout", "genesis_root", "epoch", "head", "bootstrap", "server_time_s", "heartbeat_s", "evicted", "module", "relocation")
     SPEC_FIELD_NUMBER: _ClassVar[int]
     ADMISSION_FIELD_NUMBER: _ClassVar[int]
     SESSION_FIELD_NUMBER: _ClassVar[int]
@@ -74,6 +74,7 @@ class JoinReply(_message.Message):
     HEARTBEAT_S_FIELD_NUMBER: _ClassVar[int]
     EVICTED_FIELD_NUMBER: _ClassVar[int]
     MODULE_FIELD_NUMBER: _ClassVar[int]
+    RELOCATION_FIELD_NUMBER: _ClassVar[int]
     spec: bytes
     admission: bytes
     session: bytes
@@ -86,7 +87,8 @@ class JoinReply(_message.Message):
     heartbeat_s: float
     evicted: bytes
     module: str
-    def __init__(self, spec: _Optional[bytes] = ..., admission: _Optional[bytes] = ..., session: _Optional[bytes] = ..., layout: _Optional[str] = ..., genesis_root: _Optional[bytes] = ..., epoch: _Optional[bytes] = ..., head: _Optional[_Union[Head, _Mapping]] = ..., bootstrap: _Optional[_Iterable[str]] = ..., server_time_s: _Optional[float] = ..., heartbeat_s: _Optional[float] = ..., evicted: _Optional[bytes] = ..., module: _Optional[str] = ...) -> None: ...
+    relocation: bytes
+    def __init__(self, spec: _Optional[bytes] = ..., admission: _Optional[bytes] = ..., session: _Optional[bytes] = ..., layout: _Optional[str] = ..., genesis_root: _Optional[bytes] = ..., epoch: _Optional[bytes] = ..., head: _Optional[_Union[Head, _Mapping]] = ..., bootstrap: _Optional[_Iterable[str]] = ..., server_time_s: _Optional[float] = ..., heartbeat_s: _Optional[float] = ..., evicted: _Optional[bytes] = ..., module: _Optional[str] = ..., relocation: _Optional[bytes] = ...) -> None: ...
 
 class ProbeRequest(_message.Message):
     __slots__ = ("auth", "port", "nonce")
@@ -107,7 +109,7 @@ class ProbeReply(_message.Message):
     def __init__(self, address: _Optional[str] = ..., reached: _Optional[bool] = ...) -> None: ...
 
 class HeartbeatRequest(_message.Message):
-    __slots__ = ("auth", "status", "events", "traces", "leaving", "epoch_sha256", "retired", "evicted_sha256", "roster", "evidence")
+    __slots__ = ("auth", "status", "events", "traces", "leaving", "epoch_sha256", "retired", "evicted_sha256", "roster", "evidence", "relocation_sha256")
     AUTH_FIELD_NUMBER: _ClassVar[int]
     STATUS_FIELD_NUMBER: _ClassVar[int]
     EVENTS_FIELD_NUMBER: _ClassVar[int]
@@ -118,6 +120,7 @@ class HeartbeatRequest(_message.Message):
     EVICTED_SHA256_FIELD_NUMBER: _ClassVar[int]
     ROSTER_FIELD_NUMBER: _ClassVar[int]
     EVIDENCE_FIELD_NUMBER: _ClassVar[int]
+    RELOCATION_SHA256_FIELD_NUMBER: _ClassVar[int]
     auth: Auth
     status: bytes
     events: _containers.RepeatedScalarFieldContainer[bytes]
@@ -128,10 +131,11 @@ class HeartbeatRequest(_message.Message):
     evicted_sha256: bytes
     roster: bytes
     evidence: bytes
-    def __init__(self, auth: _Optional[_Union[Auth, _Mapping]] = ..., status: _Optional[bytes] = ..., events: _Optional[_Iterable[bytes]] = ..., traces: _Optional[_Iterable[bytes]] = ..., leaving: _Optional[bool] = ..., epoch_sha256: _Optional[bytes] = ..., retired: _Optional[bool] = ..., evicted_sha256: _Optional[bytes] = ..., roster: _Optional[bytes] = ..., evidence: _Optional[bytes] = ...) -> None: ...
+    relocation_sha256: bytes
+    def __init__(self, auth: _Optional[_Union[Auth, _Mapping]] = ..., status: _Optional[bytes] = ..., events: _Optional[_Iterable[bytes]] = ..., traces: _Optional[_Iterable[bytes]] = ..., leaving: _Optional[bool] = ..., epoch_sha256: _Optional[bytes] = ..., retired: _Optional[bool] = ..., evicted_sha256: _Optional[bytes] = ..., roster: _Optional[bytes] = ..., evidence: _Optional[bytes] = ..., relocation_sha256: _Optional[bytes] = ...) -> None: ...
 
 class HeartbeatReply(_message.Message):
-    __slots__ = ("epoch", "head", "server_time_s", "bootstrap", "publish", "publish_from", "admission", "finished", "heartbeat_s", "evicted", "roster", "orders")
+    __slots__ = ("epoch", "head", "server_time_s", "bootstrap", "publish", "publish_from", "admission", "finished", "heartbeat_s", "evicted", "roster", "orders", "relocation")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     HEAD_FIELD_NUMBER: _ClassVar[int]
     SERVER_TIME_S_FIELD_NUMBER: _ClassVar[int]
@@ -144,6 +148,7 @@ class HeartbeatReply(_message.Message):
     EVICTED_FIELD_NUMBER: _ClassVar[int]
     ROSTER_FIELD_NUMBER: _ClassVar[int]
     ORDERS_FIELD_NUMBER: _ClassVar[int]
+    RELOCATION_FIELD_NUMBER: _ClassVar[int]
     epoch: bytes
     head: Head
     server_time_s: float
@@ -156,7 +161,8 @@ class HeartbeatReply(_message.Message):
     evicted: bytes
     roster: bytes
     orders: _containers.RepeatedScalarFieldContainer[bytes]
-    def __init__(self, epoch: _Optional[bytes] = ..., head: _Optional[_Union[Head, _Mapping]] = ..., server_time_s: _Optional[float] = ..., bootstrap: _Optional[_Iterable[str]] = ..., publish: _Optional[bool] = ..., publish_from: _Optional[int] = ..., admission: _Optional[bytes] = ..., finished: _Optional[bool] = ..., heartbeat_s: _Optional[float] = ..., evicted: _Optional[bytes] = ..., roster: _Optional[bytes] = ..., orders: _Optional[_Iterable[bytes]] = ...) -> None: ...
+    relocation: bytes
+    def __init__(self, epoch: _Optional[bytes] = ..., head: _Optional[_Union[Head, _Mapping]] = ..., server_time_s: _Optional[float] = ..., bootstrap: _Optional[_Iterable[str]] = ..., publish: _Optional[bool] = ..., publish_from: _Optional[int] = ..., admission: _Optional[bytes] = ..., finished: _Optional[bool] = ..., heartbeat_s: _Optional[float] = ..., evicted: _Optional[bytes] = ..., roster: _Optional[bytes] = ..., orders: _Optional[_Iterable[bytes]] = ..., relocation: _Optional[bytes] = ...) -> None: ...
 
 class PublishRequest(_message.Message):
     __slots__ = ("header", "chunk")

@@ -39,7 +39,7 @@ Role = Literal["trainer", "follower", "keeper", "coordinator"]
 FOLLOWER_USES = frozenset(
     {
         # where the others stand, and who they are
-        "ping", "head", "roster", "gossip-head",
+        "ping", "head", "roster", "gossip-head", "relocation",
         # the log, its snapshots, and a model by gossip
         "part", "headers", "body", "digests", "leaves", "gossip-snapshot", "gossip-leaves",
         # the link, for `atoll doctor` and between routers

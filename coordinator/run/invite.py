@@ -45,8 +45,8 @@ _CHECKSUM_BYTES = 6  # a damaged invite passes once in 2^48
 _QUOTES = "\"'`<>\u2018\u2019\u201c\u201d\u00ab\u00bb"
 
 _Digest = Annotated[bytes, Field(min_length=32, max_length=32)]
-_Address = Annotated[str, Field(min_length=3, max_length=260, pattern=r"^\S+:\d{1,5}$")]
-_Multiaddr = Annotated[str, Field(min_length=1, max_length=300, pattern=r"^/\S+$")]
+Address = Annotated[str, Field(min_length=3, max_length=260, pattern=r"^\S+:\d{1,5}$")]
+Multiaddr = Annotated[str, Field(min_length=1, max_length=300, pattern=r"^/\S+$")]
 
 
 class InviteError(ValueError):
@@ -71,14 +71,14 @@ class Invite:
 
     __pydantic_config__ = ConfigDict(strict=True, revalidate_instances="always")
 
-    addresses: Annotated[tuple[_Address, ...], Field(min_length=1, max_length=16)]
+    addresses: Annotated[tuple[Address, ...], Field(min_length=1, max_length=16)]
     """The coordinator's addresses, 'host:port', tried in this order."""
     run_id: _Digest
     run_key: _Digest
     """The run's Ed25519 public key."""
     tls_sha256: _Digest
     """SHA-256 of the coordinator's certificate."""
-    bootstrap: Annotated[tuple[_Multiaddr, ...], Field(max_length=16)] = ()
+    bootstrap: Annotated[tuple[Multiaddr, ...], Field(max_length=16)] = ()
     """Multiaddrs of DHT nodes through which a peer can join while the coordinator is away."""
     token: Annotated[bytes, Field(max_length=64)] = b""
 

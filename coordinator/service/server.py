@@ -10,6 +10,7 @@ same invite.
     epoch.signed    see signing.py, 0600
     invites.json    see invites.py, 0600; with uses.json
     orders.json     see orders.py, 0600
+    relocation.signed  see relocating.py, 0600
     invite          the first invite, as it was printed last, 0600
     node.known      last addresses of peers, for the node to find them again
     node.key        identity of the run's first DHT node, 0600
@@ -64,6 +65,7 @@ from atoll.coordinator.invites import BASE_FILE, InviteDesk
 from atoll.coordinator.kept_log import GENESIS_NOTE, TICK_S, KeptLog, LogParts
 from atoll.coordinator.orders import ORDERS_FILE, OrderDesk
 from atoll.coordinator.ports import Ports
+from atoll.coordinator.relocating import RELOCATION_FILE, OwnPlace, own_record
 from atoll.coordinator.rpc.messages import SERVER_OPTIONS
 from atoll.coordinator.run.addresses import is_public, split_address
 from atoll.coordinator.run.admission import AdmissionCheck
@@ -140,6 +142,10 @@ class FirstNode(Protocol):
 
     async def introduce(self, question: bytes) -> bytes:
         """Return signed records of peers (`atoll.dht.roster`); empty if it was malformed."""
+        ...
+
+    def tell_place(self, place: OwnPlace) -> None:
+        """Let all peers know from now on where the coordinator is."""
         ...
 
     async def direct_connections(self) -> Mapping[str, Sequence[str]]:
@@ -301,6 +307,9 @@ async def running(
         if nodes:
             ticking.spawn(watch.keep_looking(nodes[0].direct_connections))
         invite = _invite(coordinator, address)
+        place = _place(coordinator, invite, state_dir)
+        for node in nodes:
+            node.tell_place(place)
         _remember(state_dir / BASE_FILE, str(invite))
         yield Running(
             invite=invite,
@@ -774,6 +783,13 @@ def _invite(coordinator: Coordinator, address: str) -> Invite:
         bootstrap=tuple(coordinator.bootstrap())[:16],
         token=coordinator.keys.token if closed else b"",
     )
+
+
+def _place(coordinator: Coordinator, invite: Invite, state_dir: Path) -> OwnPlace:
+    """Return what peers are told of where this coordinator is, by its answers and by its node."""
+    keys, path = coordinator.keys, state_dir / RELOCATION_FILE
+    coordinator.relocation = own_record(path, invite, keys.sign, coordinator.now_s())
+    return OwnPlace(invite, coordinator.relocation, coordinator.report)
 
 
 def _remember(path: Path, invite: str) -> None:

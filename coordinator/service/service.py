@@ -204,6 +204,7 @@ class Service:
             server_time_s=self._run.now_s(),
             heartbeat_s=self._run.heartbeat_s(),
             evicted=self._run.admission.evicted(),
+            relocation=self._run.relocation,
         )
 
     async def _probe(self, request: pb.ProbeRequest, call: _Call) -> pb.ProbeReply:
@@ -237,12 +238,8 @@ class Service:
         )
         roster = await self._run.introduce(request.roster) if request.roster else b""
         log = self._run.log_of(status.module)
-        record = log.replica.epoch_record
-        known = request.epoch_sha256 == hashlib.sha256(record).digest()
-        evicted = self._run.admission.evicted()
-        knows_evicted = request.evicted_sha256 == hashlib.sha256(evicted).digest()
         return pb.HeartbeatReply(
-            epoch=b"" if known else record,
+            epoch=_unless_known(log.replica.epoch_record, request.epoch_sha256),
             head=_head(log.head()),
             server_time_s=self._run.now_s(),
             bootstrap=self._run.bootstrap(),
@@ -252,8 +249,9 @@ class Service:
             admission=beat.admission,
             finished=beat.finished,
             heartbeat_s=self._run.heartbeat_s(),
-            evicted=b"" if knows_evicted else evicted,
+            evicted=_unless_known(self._run.admission.evicted(), request.evicted_sha256),
             orders=log.orders(),
+            relocation=_unless_known(self._run.relocation, request.relocation_sha256),
         )
 
     async def _order(self, request: pb.OrderRequest, call: _Call) -> pb.OrderReply:
@@ -509,6 +507,11 @@ async def _in_thread(items: Iterator[T]) -> AsyncIterator[T]:
     """Step through a blocking iterator without blocking the loop."""
     while (item := await asyncio.to_thread(next, items, None)) is not None:
         yield item
+
+
+def _unless_known(record: bytes, known_sha256: bytes) -> bytes:
+    """Return a record; nothing if the caller has it."""
+    return b"" if known_sha256 == hashlib.sha256(record).digest() else record
 
 
 def _find_snapshot(store: LogStore, request: pb.SnapshotRequest) -> SnapshotInfo:

@@ -58,10 +58,12 @@ class Membership:
     role: Role = "trainer"
     evictions: bytes = b""
     """The signed list of the peers that are out."""
+    relocation: bytes = b""
+    """The newest record of where the coordinator is."""
 
     @classmethod
-    def of(cls, joined: Joined, invite: Invite, evictions: bytes) -> Membership:
-        """Take what is kept of an answer."""
+    def of(cls, joined: Joined, invite: Invite, client: CoordinatorClient) -> Membership:
+        """Take what is kept of an answer to a client."""
         return cls(
             spec=joined.spec,
             module=joined.module,
@@ -70,7 +72,8 @@ class Membership:
             admission=joined.admission,
             bootstrap=joined.bootstrap or invite.bootstrap,
             role=joined.role,
-            evictions=evictions,
+            evictions=client.evictions,
+            relocation=client.whereabouts.record,
         )
 
     def to_json(self, run_id: bytes) -> bytes:
@@ -85,6 +88,7 @@ class Membership:
             "bootstrap": list(self.bootstrap),
             "role": self.role,
             "evictions": self.evictions.hex(),
+            "relocation": self.relocation.hex(),
         }
         return json.dumps(fields).encode()
 
@@ -105,6 +109,7 @@ class Membership:
             # Absent in what an older version wrote; the others check the admission, not this.
             role="keeper" if fields.get("role") == "keeper" else "trainer",
             evictions=bytes.fromhex(fields.get("evictions", "")),
+            relocation=bytes.fromhex(fields.get("relocation", "")),
         )
 
 
@@ -150,11 +155,19 @@ class StateDirectory:
 
     def module(self) -> str:
         """Return the module that this peer followed when it last ran; empty if it did not."""
-        try:
-            earlier = self.recall()
-        except StateDirectoryError:
-            return ""  # joining replaces a damaged record
+        earlier = self._undamaged()
         return earlier.module if earlier is not None else ""
+
+    def relocation(self) -> bytes:
+        """Return the newest record of where the coordinator is; empty if none was kept."""
+        earlier = self._undamaged()
+        return earlier.relocation if earlier is not None else b""
+
+    def _undamaged(self) -> Membership | None:
+        try:
+            return self.recall()
+        except StateDirectoryError:
+            return None  # joining replaces a damaged record
 
     def close(self) -> None:
         """Unlock the folder."""
@@ -232,6 +245,7 @@ class Enrolment:
             CoordinatorError: the coordinator refuses this peer.
         """
         began_s, pause_s = time.monotonic(), PAUSE_S[0]
+        client.recall_relocation(directory.relocation())
         while True:
             try:
                 joined = await client.join()
@@ -247,7 +261,7 @@ class Enrolment:
                 text = f"{error}; retrying in {pause_s:.1f} s"
                 show("warning", text, key=("cannot join", type(error)))
             else:
-                membership = Membership.of(joined, invite, client.evictions)
+                membership = Membership.of(joined, invite, client)
                 directory.remember(membership)
                 own = membership.bootstrap
                 return cls(directory, invite, membership, own_bootstrap=own, show=show), joined
@@ -255,9 +269,9 @@ class Enrolment:
             await asyncio.sleep(pause_s * (0.5 + random.random()))
             pause_s = min(2 * pause_s, PAUSE_S[1])
 
-    def renew(self, joined: Joined, evictions: bytes) -> None:
-        """Take a later answer of the coordinator."""
-        membership = Membership.of(joined, self._invite, evictions)
+    def renew(self, joined: Joined, client: CoordinatorClient) -> None:
+        """Take a later answer of the coordinator to a client."""
+        membership = Membership.of(joined, self._invite, client)
         self._own_bootstrap = membership.bootstrap
         self._keep(membership)
 
@@ -265,6 +279,16 @@ class Enrolment:
         """Keep a newer list of evictions."""
         if record != self.membership.evictions or self._is_unwritten:
             self._keep(replace(self.membership, evictions=record))
+
+    def keep_relocation(self, record: bytes, bootstrap: Sequence[str]) -> None:
+        """Keep where the coordinator is, and the addresses of its node, which come first."""
+        kept = self.membership.bootstrap
+        if bootstrap:
+            gone = set(self._own_bootstrap) - set(bootstrap)
+            self._own_bootstrap = tuple(bootstrap)
+            kept = addresses_to_keep(bootstrap, [a for a in kept if a not in gone], ())
+        if record != self.membership.relocation or self._is_unwritten:
+            self._keep(replace(self.membership, bootstrap=kept, relocation=record))
 
     def keep_addresses(self, known: Sequence[str]) -> None:
         """Keep addresses of other peers, for a start while the coordinator is away."""

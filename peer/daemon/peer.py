@@ -57,6 +57,7 @@ from atoll.peer.daemon.reach.company import Company, asking
 from atoll.peer.daemon.reach.moves import Moves
 from atoll.peer.daemon.reach.neighbours import Neighbours, PortInUse, expect_free
 from atoll.peer.daemon.reach.reachability import Reach, Reachability, probe
+from atoll.peer.daemon.reach.relocations import Following
 from atoll.peer.daemon.reducer import RunReducer, TrainerProgress
 from atoll.peer.daemon.reporting import Announcer, Heartbeats, Outbox, Reporter
 from atoll.peer.daemon.sent_tokenizer import keep_tokenizer
@@ -94,6 +95,7 @@ class Environment:
     neighbours: Neighbours
     company: Company
     moves: Moves
+    following: Following
     outbox: Outbox
     tasks: KeptTasks
     report: OnEvent
@@ -135,7 +137,7 @@ class Environment:
         """
         joined = await self.client.join()
         self.node.transport.admission = joined.admission
-        self.enrolment.renew(joined, self.client.evictions)
+        self.enrolment.renew(joined, self.client)
         return joined
 
     async def fetch_state(
@@ -287,6 +289,7 @@ class Peer:
             env, joined = await _environment(stack, options, admit, on_event, on_phase)
             if not env.is_keeper:
                 env = replace(env, make_first=make_first)
+            env.tasks.keep(env.following.keep)  # first: the run may wait for the coordinator
             peer = cls(env, await start_run(env.spec)(env, joined))
             env.tasks.keep(peer.run.run)
             env.tasks.keep(peer.run.heartbeats.keep)
@@ -504,6 +507,15 @@ async def _environment(
     node.punching.on_hole = lambda peer: announcer.report(
         "info", f"{short(peer)} and this peer reach each other through a hole in their routers"
     )
+    neighbours = Neighbours(
+        node,
+        me,
+        options.rates,
+        reachability,
+        role="keeper" if is_keeper else "trainer",
+        module=enrolment.membership.module,
+        keep_addresses=enrolment.keep_addresses,
+    )
     env = Environment(
         options=options,
         me=me,
@@ -513,15 +525,7 @@ async def _environment(
         client=client,
         enrolment=enrolment,
         node=node,
-        neighbours=Neighbours(
-            node,
-            me,
-            options.rates,
-            reachability,
-            role="keeper" if is_keeper else "trainer",
-            module=enrolment.membership.module,
-            keep_addresses=enrolment.keep_addresses,
-        ),
+        neighbours=neighbours,
         company=Company(
             ask=asking(node.transport),
             needs_others=not is_keeper and _needs_others(enrolment.membership.spec),
@@ -534,6 +538,14 @@ async def _environment(
             forwarding,
             is_asked=not options.announce,
             report=announcer.show,
+        ),
+        following=Following(
+            client,
+            node,
+            enrolment,
+            reachability,
+            neighbours.roster.peers,
+            report=announcer.report,
         ),
         outbox=outbox,
         tasks=tasks,

@@ -47,6 +47,9 @@ class Node:
     async def introduce(self, question):
         return b""
 
+    def tell_place(self, place):
+        """Nobody to tell."""
+
     async def direct_connections(self):
         return {}
 

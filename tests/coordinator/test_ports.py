@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from atoll.coordinator.ports import MAX_WATCHED, WAIT_S, Ports
+from atoll.coordinator.relocating import OwnPlace
 from atoll.coordinator.service.watching import PortsWatch
 
 OURS, THEIRS = "8.8.4.4", "1.1.1.1"
@@ -194,6 +195,9 @@ class FakeNode:
     async def introduce(self, _: bytes) -> bytes:
         """Nobody is known."""
         return b""
+
+    def tell_place(self, place: OwnPlace) -> None:
+        """Nobody to tell."""
 
     async def direct_connections(self) -> dict[str, list[str]]:
         """Nobody is connected."""

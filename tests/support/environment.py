@@ -55,6 +55,7 @@ def environment(me, *, rates=None, rounds=0, **changes):
         ),
         "neighbours": types.SimpleNamespace(reachability=types.SimpleNamespace(kind="direct")),
         "moves": None,
+        "following": None,
         "company": types.SimpleNamespace(is_alone=False, unreached=(), withdraw=lambda: None),
         "outbox": Outbox(),
         "tasks": None,

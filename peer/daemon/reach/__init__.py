@@ -1,7 +1,8 @@
 """A peer and the others: addresses to announce, relays, neighbours, a move to another network.
 
 `Reachability` decides what to announce, `Neighbours` keeps connections, `Company` notices a peer
-that is alone, `Moves` another network, and `BootstrapNode` is the coordinator's part of the DHT.
+that is alone, `Moves` another network, `Following` a coordinator that has moved. `BootstrapNode` is
+the coordinator's part of the DHT.
 """
 
 from typing import TYPE_CHECKING
@@ -14,14 +15,16 @@ if TYPE_CHECKING:
     from atoll.peer.daemon.reach.moves import Moves
     from atoll.peer.daemon.reach.neighbours import Neighbours
     from atoll.peer.daemon.reach.reachability import Reachability
+    from atoll.peer.daemon.reach.relocations import Following
 
-__all__ = ["BootstrapNode", "Company", "Moves", "Neighbours", "Reachability"]
+__all__ = ["BootstrapNode", "Company", "Following", "Moves", "Neighbours", "Reachability"]
 
 __getattr__ = exports(
     __name__,
     {
         "BootstrapNode": "bootstrap",
         "Company": "company",
+        "Following": "relocations",
         "Moves": "moves",
         "Neighbours": "neighbours",
         "Reachability": "reachability",

@@ -18,6 +18,7 @@ from pathlib import Path
 from atoll.coordinator.catching_up import Recover
 from atoll.coordinator.gossip import FetchModel
 from atoll.coordinator.heads import AskHead
+from atoll.coordinator.relocating import OwnPlace
 from atoll.coordinator.service.server import NodeRequest
 from atoll.dht.identity import Identity
 from atoll.dht.node import Node
@@ -28,6 +29,8 @@ from atoll.dht.transport import TransportError
 from atoll.optim.log.replica import ReplicaView
 from atoll.peer.daemon.membership import addresses_to_keep
 from atoll.peer.daemon.reach.neighbours import ADDRESSES_KEPT, PortInUse, free_port
+from atoll.peer.daemon.reach.relocations import LOOK_S as TELL_S
+from atoll.peer.daemon.reach.relocations import Relocations
 from atoll.peer.gossip.snapshots import ModelFetcher
 from atoll.peer.recovery.ledger import LedgerHeads, LedgerRecovery
 
@@ -105,6 +108,10 @@ class BootstrapNode:
             return await self._node.roster.answer(question)
         return b""
 
+    def tell_place(self, place: OwnPlace) -> None:
+        """Let all peers know from now on where the coordinator is."""
+        self._tasks.spawn(self._tell(Relocations.of_coordinator(self._node, place)))
+
     async def direct_connections(self) -> dict[str, list[str]]:
         """Return the addresses of connected peers, except of those that a relay has shown us."""
         transport = self._node.transport
@@ -134,6 +141,12 @@ class BootstrapNode:
         while True:
             await asyncio.sleep(every_s)
             self._node.transport.admission = self._request.admit(self._node.peer_id)
+
+    async def _tell(self, relocations: Relocations) -> None:
+        while True:
+            with contextlib.suppress(RosterError, TransportError, TimeoutError, OSError):
+                await relocations.look()
+            await asyncio.sleep(TELL_S)
 
     async def _remember(self) -> None:
         while True:

@@ -232,11 +232,25 @@ class Reachability:
         self._relay_mbit_s = relay_mbit_s
         self._report = report
         self._told: frozenset[str] = frozenset()
+        self._know(bootstrap)
+        self.take(reach)
+
+    def _know(self, bootstrap: Sequence[str]) -> None:
         self._bootstrap = tuple(bootstrap)
         relay = peer_of(bootstrap[0]) if bootstrap else ""
         known = [address for address in bootstrap if peer_of(address) == relay]
         self._coordinator = tuple(sorted(known, key=is_public, reverse=True))[:1]
-        self.take(reach)
+
+    def follow(self, bootstrap: Sequence[str]) -> None:
+        """Take other addresses of the coordinator's node, which may relay for this peer."""
+        if tuple(bootstrap) == self._bootstrap:
+            return
+        before, relays = self._coordinator, self._node.relays
+        self._know(bootstrap)
+        if set(before) & set(relays):
+            others = (relay for relay in relays if relay not in before)
+            self._node.relays = (*others, *self._coordinator)
+        self.take(self._reach)
 
     @property
     def reach(self) -> Reach:

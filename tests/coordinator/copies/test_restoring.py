@@ -26,6 +26,7 @@ from atoll.coordinator.copies.writing import CopyWriter
 from atoll.coordinator.gossip import ModelKeeper
 from atoll.coordinator.heads import PeerHead
 from atoll.coordinator.kept_log import KeptLog
+from atoll.coordinator.relocating import RELOCATION_FILE
 from atoll.coordinator.run.spec import RunSpec
 from atoll.coordinator.service.server import MANY_EPOCHS
 from atoll.coordinator.signing import EpochSigner, read_signed
@@ -103,6 +104,13 @@ def test_two_restores_of_one_copy_sign_other_epochs(past: Run) -> None:
         numbers.append(signed)
     assert before == (0, 0)
     assert min(numbers) >= MANY_EPOCHS and abs(numbers[0] - numbers[1]) >= MANY_EPOCHS
+
+
+def test_a_restored_coordinator_says_anew_where_it_is(past: Run) -> None:
+    """The one that it replaces may have moved since the copy, and its peers hold that record."""
+    place = copied(past)
+    assert (past.state_dir / RELOCATION_FILE).exists()
+    assert not (place / RELOCATION_FILE).exists()
 
 
 async def answers_with(up: Net, swarm: Swarm, head: dict[str, Any], count: int = 3) -> None:

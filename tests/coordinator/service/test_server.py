@@ -22,6 +22,7 @@ import pytest
 from atoll.coordinator.catching_up import Recover
 from atoll.coordinator.heads import AskHead, PeerHead
 from atoll.coordinator.history import History
+from atoll.coordinator.relocating import OwnPlace
 from atoll.coordinator.rpc.client import CoordinatorClient
 from atoll.coordinator.run.invite import Invite
 from atoll.coordinator.run.keys import KeysError
@@ -313,6 +314,9 @@ class FakeNode:
     async def introduce(self, question: bytes) -> bytes:
         """Nobody is known."""
         return b""
+
+    def tell_place(self, place: OwnPlace) -> None:
+        """Nobody to tell."""
 
     async def direct_connections(self) -> dict[str, list[str]]:
         """Nobody is connected."""

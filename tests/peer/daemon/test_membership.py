@@ -1,13 +1,16 @@
 """The state directory of a peer: whose it is, who uses it, and what is kept in it."""
 
+import asyncio
 import errno
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
+from atoll.coordinator.rpc.client_errors import NotWelcome
 from atoll.coordinator.run.keys import KEYS_FILE, RunKeys
 from atoll.coordinator.run.spec import RunSpec
 from atoll.optim.state.layout import Layout
@@ -44,6 +47,7 @@ def membership():
         admission=b"\x00\xff",
         bootstrap=("/ip4/127.0.0.1/tcp/1/p2p/a",),
         evictions=b"signed",
+        relocation=b"elsewhere",
     )
 
 
@@ -106,6 +110,55 @@ def test_a_full_disk_costs_a_peer_no_eviction_that_it_hears_of(paths, membership
         assert [level for level, _ in told] == ["warning"] and "make room" in told[0][1]
     enrolment.keep_evictions(b"newer")  # the next heartbeat, with room
     assert directory.recall().evictions == b"newer" and len(told) == 1
+    directory.close()
+
+
+def test_where_the_coordinator_is_is_kept_for_the_next_start(paths, membership):
+    directory = StateDirectory(paths, RUN)
+    assert directory.relocation() == b""
+    own, other, new = ("/ip4/127.0.0.1/tcp/1/p2p/a", "/ip4/127.0.0.1/tcp/2/p2p/b", "/new/p2p/c")
+    enrolment = Enrolment(
+        directory,
+        None,
+        replace(membership, bootstrap=(own, other)),
+        own_bootstrap=(own,),
+        show=lambda level, text, key: None,
+    )
+    enrolment.keep_relocation(b"newer", (new,))
+    assert directory.relocation() == b"newer"
+    assert directory.recall().bootstrap == (new, other)  # the old node's is of no use
+    assert enrolment.own_bootstrap == (new,)
+    paths.run.write_bytes(b"rot")
+    assert directory.relocation() == b""
+    directory.close()
+
+
+def test_a_record_of_an_older_version_says_nothing_of_another_place(paths, membership):
+    directory = StateDirectory(paths, RUN)
+    directory.remember(membership)
+    fields = json.loads(paths.run.read_bytes())
+    del fields["relocation"]
+    paths.run.write_text(json.dumps(fields))
+    assert directory.relocation() == b"" and directory.recall().evictions == b"signed"
+    directory.close()
+
+
+def test_a_start_takes_the_kept_place_before_it_joins(paths, membership):
+    directory, recalled = StateDirectory(paths, RUN), []
+    directory.remember(membership)
+
+    class Client:
+        module = ""
+
+        def recall_relocation(self, record):
+            recalled.append(record)
+
+        async def join(self):
+            assert recalled == [b"elsewhere"]
+            raise NotWelcome(None, "enough")
+
+    with pytest.raises(NotWelcome):
+        asyncio.run(Enrolment.open(Client(), directory, None, lambda *event, key=None: None))
     directory.close()
 
 

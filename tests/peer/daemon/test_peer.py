@@ -48,7 +48,7 @@ def fetch_from(client):
     env = environment(
         Elector(peer_id="ann", incarnation="1"),
         client=client,
-        enrolment=types.SimpleNamespace(renew=lambda joined, evictions: None),
+        enrolment=types.SimpleNamespace(renew=lambda joined, client: None),
     )
     return asyncio.run(env.fetch_state(LAYOUT.numel, 0)), env
 

@@ -77,7 +77,7 @@ class Peer:
             swarm_peer.ctx.me,
             client=self.client,
             enrolment=types.SimpleNamespace(
-                renew=lambda joined, evictions: self.joined.append(joined),
+                renew=lambda joined, client: self.joined.append(joined),
                 keep_evictions=self.evictions.append,
             ),
             tasks=types.SimpleNamespace(spawn=self.spawn),

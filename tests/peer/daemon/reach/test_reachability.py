@@ -220,6 +220,17 @@ def test_a_peer_that_others_dial_has_no_relays_and_relays_for_others():
     assert "by UPnP" in str(reachability)
 
 
+def test_a_hidden_peer_is_relayed_by_the_coordinator_at_its_new_address():
+    moved = f"/ip4/203.0.114.99/tcp/7701/p2p/{peer_of(COORDINATOR)}"
+    node = SimpleNamespace(seen=(), relays=(), peer_id="P", relaying=Relays())
+    behind = Reach(address="203.0.114.9", port=1, is_dialed=False)
+    reachability = Reachability(node, behind, [COORDINATOR])
+    assert node.relays == (COORDINATOR,)
+    node.relays = ("/ip4/203.0.114.7/tcp/1/p2p/A", COORDINATOR)
+    reachability.follow([moved])
+    assert node.relays == ("/ip4/203.0.114.7/tcp/1/p2p/A", moved)
+
+
 @pytest.mark.parametrize(
     ("connected", "relayed", "kind"),
     [("", "", "relayed"), ("C", "", "relayed"), ("CA", "", "hole"), ("CA", "B", "relayed")],

@@ -1,0 +1,87 @@
+"""The coordinator's own relocation: signed at a start at which its addresses have changed.
+
+    relocation.signed    the newest record (run/relocation.py); beside keys.json, 0600
+
+Whoever starts the run's state directory on another machine moves the coordinator by that: nothing
+else has to be ordered. The first start signs one too, as a later one may have nothing but the keys.
+Copies leave the file out, so that a restored coordinator signs anew, at today's date: the one that
+it replaces may have moved since the copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+from atoll.coordinator.run.files import replace_private
+from atoll.coordinator.run.invite import Invite
+from atoll.coordinator.run.levels import Level
+from atoll.coordinator.run.relocation import Relocation, RelocationInvalid
+
+RELOCATION_FILE = "relocation.signed"
+_OTHER = (
+    "this run's key has signed at a later time that its coordinator is at {there}: two "
+    "coordinators of one run open epochs against each other. Stop this one if it has moved; "
+    f"otherwise stop that one, delete {RELOCATION_FILE} here, set the clock, and start again"
+)
+
+
+def own_record(path: Path, invite: Invite, sign: Callable[[bytes], bytes], now_s: float) -> bytes:
+    """Return the record of where this coordinator is; sign one if the last says otherwise.
+
+    Args:
+        path: of the last record; a damaged one is as good as none.
+        invite: the run's, with the addresses of this start.
+        sign: signs with the run's key.
+        now_s: seconds since 1970.
+
+    Raises:
+        OSError: a new record cannot be written.
+    """
+    last = 0
+    with suppress(FileNotFoundError, RelocationInvalid):
+        kept = path.read_bytes()
+        before = Relocation.open(kept, invite.run_key, invite.run_id)
+        if (before.addresses, before.bootstrap) == (invite.addresses, invite.bootstrap):
+            return kept
+        last = before.serial
+    now = Relocation(
+        serial=max(last + 1, int(now_s)), addresses=invite.addresses, bootstrap=invite.bootstrap
+    )
+    record = now.sign(invite.run_id, sign)
+    replace_private(path, record)
+    return record
+
+
+class OwnPlace:
+    """What a coordinator tells its peers of where it is, and hears of another one of its run."""
+
+    def __init__(self, invite: Invite, record: bytes, report: Callable[[Level, str], None]) -> None:
+        """Tell peers this record; `report` takes what the organiser has to know.
+
+        Raises:
+            RelocationInvalid: it is none of this run.
+        """
+        self.record = record
+        """The coordinator's own."""
+        self._invite = invite
+        self._highest = self._open(record).serial
+        self._report = report
+
+    def take(self, record: bytes) -> bool:
+        """Report a newer record, which is another coordinator's; follow none.
+
+        Raises:
+            RelocationInvalid: it is none of this run.
+        """
+        if record == self.record:
+            return False
+        other = self._open(record)
+        if other.serial > self._highest:  # once each
+            self._highest = other.serial
+            self._report("error", _OTHER.format(there=" and ".join(other.addresses)))
+        return False
+
+    def _open(self, record: bytes) -> Relocation:
+        return Relocation.open(record, self._invite.run_key, self._invite.run_id)

@@ -90,7 +90,7 @@ def run(args: argparse.Namespace) -> int:
     from atoll.peer.paths import follower_dir
 
     folder: Path = args.dir or follower_dir(invite.run_id.hex())
-    shown = Shown(folder, as_json=args.json)
+    shown = FollowerLines(folder, as_json=args.json)
     options = PeerOptions(
         invite=invite,
         state_dir=folder,
@@ -108,7 +108,7 @@ def run(args: argparse.Namespace) -> int:
     )
 
 
-class Shown:
+class FollowerLines:
     """Prints what a follower does, for people or for programs."""
 
     def __init__(self, folder: Path, *, as_json: bool) -> None:

@@ -110,7 +110,9 @@ class Membership:
 
 
 def _role(told: object) -> Role:
-    return told if told == "keeper" or told == "follower" else "trainer"
+    if told == "keeper":
+        return "keeper"
+    return "follower" if told == "follower" else "trainer"
 
 
 class StateDirectory:

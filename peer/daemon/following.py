@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing
 from dataclasses import dataclass
 
 from atoll.coordinator.rpc.client import Joined
@@ -149,15 +149,3 @@ class Follower:
 
 async def _admit(membership: Membership, fetch: FetchTokenizer) -> None:
     expect_followable(membership.spec)
-
-
-@contextmanager
-def following(
-    options: PeerOptions,
-    *,
-    checkpoint_every: int | None = None,
-    on_event: OnEvent = lambda level, text: None,
-) -> Iterator[Follower]:
-    """Follow while the block runs; see `run_follower`."""
-    with closing(Follower(options, checkpoint_every, on_event, threading.Event())) as follower:
-        yield follower

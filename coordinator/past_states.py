@@ -16,7 +16,7 @@ from contextlib import closing
 from pathlib import Path
 
 from atoll.coordinator.checkpoints import Checkpoint
-from atoll.coordinator.run.keys import KEYS_FILE
+from atoll.coordinator.recorded import keeps_log
 from atoll.coordinator.run.spec import RunSpec
 from atoll.coordinator.run.spec_problems import SpecError
 from atoll.optim.log.entry import Entry, LogError, extend_chain, sha256
@@ -39,11 +39,11 @@ def run_folder(path: Path) -> Path:
         NoPastState: none is.
     """
     for folder in (path, *path.absolute().parents[:3]):
-        if (folder / KEYS_FILE).is_file() and (folder / "spec.json").is_file():
+        if keeps_log(folder):
             return folder
     raise NoPastState(
-        f"{path}: expected the state directory of a coordinator, or a checkpoint in it, as --round "
-        "reads its log; pass the directory that `atoll coordinator` printed at its start"
+        f"{path}: expected the state directory of a coordinator or a follower, or a checkpoint "
+        "in it, as --round reads its log; pass the directory that it printed at its start"
     )
 
 

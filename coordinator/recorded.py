@@ -35,7 +35,14 @@ from atoll.optim.log.orders import RunSettings, read_settings
 from atoll.optim.log.replica import WHOLE, log_folder
 from atoll.optim.log.store import LOG_FILE
 
+FOLLOWER_FILE = "run.json"  # with spec.json beside it, as no other peer has
 MAX_ROUNDS = 1_000_000  # read at once; 100,000 are about 60 MB
+
+
+def keeps_log(folder: Path) -> bool:
+    """Return whether a folder is a coordinator's or a follower's: they keep a whole log."""
+    owned = (folder / name for name in (KEYS_FILE, FOLLOWER_FILE))
+    return (folder / "spec.json").is_file() and any(path.is_file() for path in owned)
 
 
 class NoRecord(ValueError):
@@ -100,10 +107,11 @@ def read(state_dir: Path, *, module: str = "", newest: int = MAX_ROUNDS) -> Past
     Raises:
         NoRecord: the folder is no coordinator's, or is damaged.
     """
-    if not all((state_dir / name).is_file() for name in (KEYS_FILE, "spec.json")):
+    if not keeps_log(state_dir):
         raise NoRecord(
             f"{state_dir}: expected the state directory of a coordinator, which has {KEYS_FILE} "
-            "and spec.json; pass the one that `atoll coordinator` printed at its start"
+            "and spec.json, or the folder of a follower; pass the one that `atoll coordinator` or "
+            "`atoll follow` printed at its start"
         )
     try:
         spec = RunSpec.from_json((state_dir / "spec.json").read_bytes())

@@ -17,6 +17,8 @@
         lock                                  held while a peer runs here
         atoll.log                             the daemon's messages
       texts/RUN_ID/                         key and tokenizer of `atoll sample INVITE`
+      followers/RUN_ID/                     state of `atoll follow INVITE`: a peer's, and the log,
+                                            records and checkpoints as a coordinator's
       coordinators/RUN_NAME/                state of one coordinator: `coordinator_state_dir`
       viewer.key                            by which this user is known again as an observer
 
@@ -43,6 +45,11 @@ def peer_state_dir(run_id: str, *, home: Path | None = None) -> Path:
 def text_state_dir(run_id: str, *, home: Path | None = None) -> Path:
     """Return the directory of what this machine needs to ask a run for text."""
     return (home or state_home()) / "texts" / run_id
+
+
+def follower_dir(run_id: str, *, home: Path | None = None) -> Path:
+    """Return the default folder of this machine's follower of a run."""
+    return (home or state_home()) / "followers" / run_id
 
 
 def viewer_file(*, home: Path | None = None) -> Path:

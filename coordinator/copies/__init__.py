@@ -19,6 +19,7 @@ already is not sent again. What neither the newest copy nor the one before names
     writing    one copy, as far as the log has moved since the last one
     keeping    copies of a running coordinator: when, and what becomes of failures
     restoring  a state directory from a copy
+    rebuilding the same from a follower's folder, which is no copy: it lacks the keys
 
 Exceptions:
 

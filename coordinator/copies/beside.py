@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -79,12 +79,7 @@ class CopyToRestore:
             expect_new(state_dir)
         key, target = RecoveryKey.read(key_file), Target(url)
         copy = within(ANSWER_S, partial(find, target, key, older=older))
-        spec = copy.spec if spec_file is None else RunSpec.load(spec_file)
-        if differences := copy.spec.differences(spec):
-            raise CopiesError(
-                f"{url}: it holds another run than {spec_file} describes, which differs in "
-                f"{'; '.join(differences[:5])}; change only [coordinator], or omit {spec_file}"
-            )
+        spec = spec_to_start_with(copy.spec, spec_file, url)
         told = spec.model_dump(mode="json")
         told["coordinator"]["copies"] = spec.coordinator.copies or url
         return cls(spec=RunSpec.from_dict(told), target=target, key=key, copy=copy)
@@ -93,11 +88,34 @@ class CopyToRestore:
         """Make the directory, with a RUN.toml for its next start; `say` gets what people need."""
         self.target.expect_writable()
         restore(self.target, self.key, self.copy, state_dir)
-        (state_dir / RUN_FILE).write_text(template(spec), encoding="utf-8")
-        rounds = after_rounds(self.copy.positions)
-        say(f"restored {rounds} into {state_dir}; what was decided since comes from the peers")
-        again = f"atoll coordinator {state_dir / RUN_FILE} --state-dir {state_dir}"
-        say(f"start it again with `{again}`, without --restore")
+        tell_restored(spec, self.copy.positions, state_dir, say)
+
+
+def spec_to_start_with(kept: RunSpec, spec_file: Path | None, source: str) -> RunSpec:
+    """Return the spec of a restored run: as it was kept, or as RUN.toml changes [coordinator].
+
+    Raises:
+        CopiesError: RUN.toml describes another run than the `source` holds.
+        SpecError: RUN.toml is wrong.
+    """
+    spec = kept if spec_file is None else RunSpec.load(spec_file)
+    if differences := kept.differences(spec):
+        raise CopiesError(
+            f"{source}: it holds another run than {spec_file} describes, which differs in "
+            f"{'; '.join(differences[:5])}; change only [coordinator], or omit {spec_file}"
+        )
+    return spec
+
+
+def tell_restored(
+    spec: RunSpec, positions: Sequence[int], state_dir: Path, say: Callable[[str], None]
+) -> None:
+    """Write a RUN.toml for the next start of a restored directory, and say what was done."""
+    (state_dir / RUN_FILE).write_text(template(spec), encoding="utf-8")
+    rounds = after_rounds(tuple(positions))
+    say(f"restored {rounds} into {state_dir}; what was decided since comes from the peers")
+    again = f"atoll coordinator {state_dir / RUN_FILE} --state-dir {state_dir}"
+    say(f"start it again with `{again}`, without --restore")
 
 
 @asynccontextmanager

@@ -16,8 +16,8 @@ from __future__ import annotations
 
 import secrets
 import shutil
-from collections.abc import Iterator, Mapping
-from contextlib import closing
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -125,19 +125,29 @@ def restore(target: Target, key: RecoveryKey, found: FoundCopy, state_dir: Path)
         CopiesError: the copy is damaged; nothing stays behind.
         OSError: the disk takes no more; nothing stays behind.
     """
+    with made_whole(state_dir) as partial:
+        return _fill(target, key, found, partial)
+
+
+@contextmanager
+def made_whole(state_dir: Path) -> Iterator[Path]:
+    """Yield a folder that becomes the directory when the block ends; nothing stays if it fails.
+
+    Raises:
+        CopiesError: the directory holds something already.
+    """
     expect_new(state_dir)
     partial = state_dir.with_name(f".{state_dir.name}.restoring")
     shutil.rmtree(partial, ignore_errors=True)
     try:
         partial.mkdir(mode=0o700, parents=True)
-        owner = _fill(target, key, found, partial)
+        yield partial
         if state_dir.exists():
             state_dir.rmdir()
         partial.rename(state_dir)
         sync_folder(state_dir.parent)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
-    return owner
 
 
 def _fill(target: Target, key: RecoveryKey, found: FoundCopy, folder: Path) -> str:
@@ -291,11 +301,14 @@ def _restore_snapshot(
 
 def _skip_numbers(target: Target, files: LogFiles, module: CopiedModule) -> None:
     """Let no epoch be signed whose number can have been signed since the copy was made."""
-    path = files.file(SIGNED_FILE)
-    signed, _ = read_signed(path)
     epochs = unpack_epochs(_small(target, module.epochs), module.epochs.name)
-    known = max([NONE_SIGNED, *(epoch for epoch, _ in epochs)])
-    highest = max(known, NONE_SIGNED if signed is None else signed)
+    skip_numbers(files.file(SIGNED_FILE), [epoch for epoch, _ in epochs])
+
+
+def skip_numbers(path: Path, epochs: Sequence[int]) -> None:
+    """Let only epochs be signed whose numbers are far above these and the one in `epoch.signed`."""
+    signed, _ = read_signed(path)
+    highest = max([NONE_SIGNED if signed is None else signed, *epochs])
     restored(path, highest + MANY_EPOCHS * (1 + secrets.randbelow(RANGES)))
 
 

@@ -448,6 +448,9 @@ class ReplicaView:
     store: LogStore
     standing: ReplicaStanding
     is_ledger: bool
+    follows: bool
+    """A ledger of a follower: others open the epochs, which may void entries here, and joiners
+    fetch its snapshots."""
 
     @property
     def run_id(self) -> bytes:
@@ -603,6 +606,7 @@ class Replica(ReplicaView):
         verify: Verify,
         verify_run: VerifyRun,
         is_ledger: bool = False,
+        follows: bool = False,
         allocate: vectors.Allocate = vectors.empty,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -614,6 +618,7 @@ class Replica(ReplicaView):
             verify: checks a peer's signature.
             verify_run: checks a signature of the run's key.
             is_ledger: keep the whole log, whatever becomes of the state.
+            follows: it is a follower's ledger, and opens no epochs.
             allocate: makes the vectors of its states and updates: in memory, or on a disk.
             clock: any steady one, in seconds.
         """
@@ -621,6 +626,7 @@ class Replica(ReplicaView):
         self.store = store
         self.standing = ReplicaStanding()
         self.is_ledger = is_ledger
+        self.follows = follows
         self.allocate = allocate
         self._verify = verify
         self._verify_run = verify_run
@@ -661,7 +667,7 @@ class Replica(ReplicaView):
         chain = self.store.snapshot(state.position).chain
         head = StoreHead(epoch=self.epoch, position=state.position, chain=chain)
         snapshots: dict[int, SnapshotFile] = {}
-        if not self.is_ledger:
+        if self._gives_snapshots:
             snapshots[state.position] = self.store.open_snapshot(state.position)
         self.due = None
         at = replace(self.standing, head=head, state=state, snapshots=snapshots)
@@ -946,7 +952,9 @@ class Replica(ReplicaView):
         if entry.state_root is None:
             return at
         if self.is_ledger:
-            return self._compared(at, entry.state_root)
+            at = self._compared(at, entry.state_root)
+        if not self._gives_snapshots:
+            return at
         snapshots = dict(at.snapshots)
         self._forget_before(snapshots, entry.state_root.position)
         return replace(at, snapshots=snapshots)
@@ -982,6 +990,11 @@ class Replica(ReplicaView):
         leased = self._leased[0] if self._leased is not None and is_leased else None
         for position in [p for p in snapshots if p < certified and p != leased]:
             del snapshots[position]
+
+    @property
+    def _gives_snapshots(self) -> bool:
+        """Return whether peers fetch snapshots here; the coordinator gives its own by gRPC."""
+        return not self.is_ledger or self.follows
 
     @property
     def has_unsaved(self) -> bool:
@@ -1028,12 +1041,11 @@ class Replica(ReplicaView):
 
     def _kept(self, at: ReplicaStanding, written: Written) -> ReplicaStanding:
         if self.is_ledger:
-            self._note_root(written.position, written.root)  # of a state that no epoch voids
-            with contextlib.suppress(*DISK_ERRORS):
-                if written.file is not None:
-                    self.store.put_snapshot(written.file)
-            return at
-        if written.file is None or not self.store.put_snapshot(written.file):
+            self._note_root(written.position, written.root)
+        is_kept = False
+        with contextlib.suppress(*(DISK_ERRORS if self.is_ledger else ())):
+            is_kept = written.file is not None and self.store.put_snapshot(written.file)
+        if not is_kept or not self._gives_snapshots:
             return at
         try:
             file = self.store.open_snapshot(written.position)
@@ -1182,6 +1194,9 @@ class Replica(ReplicaView):
             raise ChainMismatch(f"snapshot {state.position}: expected the entry before it")
         self.store.save_snapshot(state, before.chain)
         after = replace(self.standing, state=state, leaps=at.leaps + 1)
+        if self._gives_snapshots:
+            file = self.store.open_snapshot(state.position)
+            after = replace(after, snapshots={**at.snapshots, state.position: file})
         self.standing = replace(self._replayed(after), head=after.head)
         return new
 
@@ -1292,10 +1307,10 @@ class Replica(ReplicaView):
         """Go back to the base of the epoch if entries beyond it are void; True if that worked.
 
         It works if this peer's own log reaches the base with the chain that the epoch names. A
-        ledger does not go back: epochs begin at its head.
+        coordinator's ledger does not go back: epochs begin at its head.
         """
         opened = self.opened
-        if self.is_ledger or opened is None or not self.ready:
+        if (self.is_ledger and not self.follows) or opened is None or not self.ready:
             return False
         if self.position <= opened.base_position:
             return False
@@ -1306,6 +1321,7 @@ class Replica(ReplicaView):
             self.store.rewind(opened.base_position)
         except OutOfOrder:  # the log here begins after the base
             return False
+        self._roots = {p: root for p, root in self._roots.items() if p <= opened.base_position}
         is_done = self._resume_newest() and self.position == opened.base_position
         voters = at_base(opened) if is_done else Succession(())
         self.standing = _with_voters(self.standing, voters)
@@ -1396,6 +1412,7 @@ class LiveReplica(ReplicaView):
         self.module = core.module
         self.store = core.store
         self.is_ledger = core.is_ledger
+        self.follows = core.follows
         self.allocate = core.allocate
         self.standing = core.standing
         self.compute = compute

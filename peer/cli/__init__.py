@@ -37,6 +37,7 @@ SUMMARIES = {
     "evict": "remove a peer from a run",
     "run": "pause, resume, stop or change a run that goes on",
     "peer": "join a run and train until stopped",
+    "follow": "keep a run's whole log and its checkpoints, without training",
     "service": "start a peer or a coordinator at boot",
     "doctor": "check this machine and its connection to a run",
     "dashboard": "watch a run in the terminal",

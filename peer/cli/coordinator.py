@@ -23,6 +23,7 @@ from atoll.peer.daemon.supervised import stop_with_stdin
 
 if TYPE_CHECKING:
     from atoll.coordinator.copies.beside import CopyToRestore
+    from atoll.coordinator.copies.rebuilding import FollowerToRestore
     from atoll.coordinator.copies.target import Target
     from atoll.coordinator.run.spec import RunSpec
     from atoll.coordinator.run.status import RunStatus
@@ -63,7 +64,8 @@ def add_parser(subparsers: Subparsers) -> None:
         "atoll coordinator RUN.toml --keep\n"
         "atoll coordinator RUN.toml --invite-file invite.txt --quiet &\n"
         "atoll coordinator RUN.toml --copies s3://bucket/my-run\n"
-        "atoll coordinator --restore s3://bucket/my-run --recovery-key recovery.key",
+        "atoll coordinator --restore s3://bucket/my-run --recovery-key recovery.key\n"
+        "atoll coordinator --restore FOLLOWER_DIR --keys backup/keys.json",
     )
     parser.add_argument(
         "spec",
@@ -97,14 +99,22 @@ def add_parser(subparsers: Subparsers) -> None:
     parser.add_argument(
         "--restore",
         metavar="TARGET",
-        help="Continue a run from its copies there, in a new state directory, with the same "
-        "invite; the coordinator that wrote them must not run any more.",
+        help="Continue a run from its copies there, or from the folder of a follower, in a new "
+        "state directory, with the same invite; the run's former coordinator must not run any "
+        "more.",
     )
     parser.add_argument(
         "--recovery-key",
         type=Path,
         metavar="FILE",
         help="With --restore: the recovery.key of the state directory that was lost.",
+    )
+    parser.add_argument(
+        "--keys",
+        type=Path,
+        metavar="FILE",
+        help="With --restore of a follower's folder: a copy of the former coordinator's keys.json. "
+        "Invites, orders and the node's key beside it are taken too.",
     )
     parser.add_argument(
         "--older",
@@ -203,14 +213,27 @@ def run(args: argparse.Namespace) -> int:
         return asyncio.run(serving)
 
 
-def _copy_to_restore(args: argparse.Namespace) -> CopyToRestore | None:
+def _copy_to_restore(args: argparse.Namespace) -> CopyToRestore | FollowerToRestore | None:
     """Return the copy that --restore means; None without. Raises NoRun, CopiesError."""
     if args.restore is None:
-        if args.recovery_key is not None or args.older:
-            raise NoRun("--recovery-key and --older are for --restore TARGET")
+        if args.recovery_key is not None or args.older or args.keys is not None:
+            raise NoRun("--recovery-key, --keys and --older are for --restore TARGET")
         if args.spec is None:
             raise NoRun("name RUN.toml, or the copies of a run with --restore TARGET")
         return None
+    from atoll.coordinator.copies.rebuilding import FollowerToRestore, is_followers
+
+    if is_followers(args.restore):
+        if args.keys is None or args.recovery_key is not None or args.older:
+            raise NoRun(
+                f"{args.restore} is the folder of a follower, which has no keys: pass --keys with "
+                "a copy of the former coordinator's keys.json, without --recovery-key and --older"
+            )
+        return FollowerToRestore.found(
+            Path(args.restore), args.keys, args.spec, state_dir=args.state_dir
+        )
+    if args.keys is not None:
+        raise NoRun(f"--keys is for the folder of a follower, which {args.restore} is not")
     if args.recovery_key is None:
         raise NoRun("--restore needs --recovery-key with the file that was kept for this")
     from atoll.coordinator.copies.beside import CopyToRestore

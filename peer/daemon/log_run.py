@@ -16,6 +16,7 @@ import logging
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from functools import partial
+from typing import ClassVar
 
 from atoll.coordinator.policies import STALL_S
 from atoll.coordinator.rpc.client import Beat, Joined
@@ -80,6 +81,9 @@ _log = logging.getLogger(__name__)
 class LogRun:
     """A peer's part in a run with a log; a `RunKind`."""
 
+    follows: ClassVar[bool] = False
+    """Whether it keeps all of the log, as a follower does, instead of the newest part."""
+
     def __init__(self, env: Environment, joined: Joined | None) -> None:
         """Build everything; `start` also gives it a state."""
         self._env = env
@@ -125,7 +129,7 @@ class LogRun:
             ),
             compute=env.compute,
             on_event=env.report,
-            ready_in_s=(lambda: None) if env.is_keeper else self.progress.ready_in_s,
+            ready_in_s=self.progress.ready_in_s if env.trains else (lambda: None),
             conduct=Conduct(
                 is_evicted=env.client.admissions.is_out,
                 evicted_in_log=self._evicted_others,
@@ -179,11 +183,14 @@ class LogRun:
     async def start(cls, env: Environment, joined: Joined | None) -> LogRun:
         """Return a run that holds a verified state and answers the others."""
         run = cls(env, joined)
-        await run._settle(joined)
-        run._follow_settings()
-        run._serves = True
-        run.rounds.serve()
+        await run._enter(joined)
         return run
+
+    async def _enter(self, joined: Joined | None) -> None:
+        await self._settle(joined)
+        self._follow_settings()
+        self._serves = True
+        self.rounds.serve()
 
     def _evicted_others(self) -> Collection[str]:
         """Return whom orders have put out, as this peer judges others."""
@@ -285,8 +292,9 @@ class LogRun:
             env.paths.log(module.name),
             run_id=module.run_id,
             genesis_chain=self._genesis_chain,
-            body_budget_bytes=spec.round.log_mb * 1_000_000,
+            body_budget_bytes=None if self.follows else spec.round.log_mb * 1_000_000,
             keep_snapshots=KEPT_SNAPSHOTS,
+            fsync=self.follows,
         )
         env.files.callback(store.close)
         verify_run = partial(verify_key, env.options.invite.run_key)
@@ -296,6 +304,8 @@ class LogRun:
             store,
             verify=verify,
             verify_run=verify_run,
+            is_ledger=self.follows,
+            follows=self.follows,
             allocate=MappedVectors(folder).empty if env.options.state_on_disk else vectors.empty,
         )
         return LiveReplica(core, compute=env.compute, on_failure=self._decisions.fail)
@@ -356,7 +366,7 @@ class LogRun:
             text = described(read_order(entry.order))
             self._env.company.show("info", f"round {entry.position + 1}: {text}")
             self._follow_settings()
-        if not self._env.is_keeper:  # nobody would take it
+        if self._env.trains:  # else nobody would take it
             self._decisions.put(settled)
         if not self._catching_up.is_running:
             members = [member.peer_id for member in settled.applied.entry.members]
@@ -371,7 +381,7 @@ class LogRun:
     def _on_leap(self) -> None:
         """Drop open work that belongs to the position before; at the start there is none."""
         self._follow_settings()
-        if self._serves and not self._env.is_keeper:
+        if self._serves and self._env.trains:
             self.rounds.withdraw()
             self._env.company.withdraw()
             why = f"recovered to position {self.replica.position}"

@@ -21,6 +21,7 @@ from atoll.optim.state.layout import Layout
 from atoll.peer.daemon.state_directory import (
     StateDirectoryError,
     StateDirectoryInUse,
+    StateDirectoryUnusable,
     expect_run,
     is_being_left,
     not_a_run,
@@ -107,10 +108,16 @@ class Membership:
             admission=bytes.fromhex(fields["admission"]),
             bootstrap=tuple(fields["bootstrap"]),
             # Absent in what an older version wrote; the others check the admission, not this.
-            role="keeper" if fields.get("role") == "keeper" else "trainer",
+            role=_role(fields.get("role")),
             evictions=bytes.fromhex(fields.get("evictions", "")),
             relocation=bytes.fromhex(fields.get("relocation", "")),
         )
+
+
+def _role(told: object) -> Role:
+    if told == "keeper":
+        return "keeper"
+    return "follower" if told == "follower" else "trainer"
 
 
 class StateDirectory:
@@ -168,6 +175,22 @@ class StateDirectory:
             return self.recall()
         except StateDirectoryError:
             return None  # joining replaces a damaged record
+
+    def expect_role(self, *, follows: bool) -> None:
+        """Check that a follower has a folder of its own: it keeps the whole log, a peer prunes it.
+
+        Raises:
+            StateDirectoryUnusable: the folder is a follower's, or is none.
+        """
+        earlier = self._undamaged()
+        if earlier is None or (earlier.role == "follower") == follows:
+            return
+        expected, got = ("a follower", "a peer") if follows else ("a peer", "a follower")
+        option = "--dir" if follows else "--state-dir"
+        raise StateDirectoryUnusable(
+            f"{self.paths.root}: expected the folder of {expected}, got that of {got}; name "
+            f"another with {option}"
+        )
 
     def close(self) -> None:
         """Unlock the folder."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 from atoll.coordinator.run.invite import Invite
 
@@ -56,6 +57,8 @@ class PeerOptions:
     """Keep the outer state in mapped files of the state directory instead of in memory."""
     metrics_listen: str | None = None
     """Address of a Prometheus endpoint, as 'host:port'; None: none."""
+    role: Literal["trainer", "follower"] = "trainer"
+    """What it joins as; an invite for keepers makes it a keeper all the same."""
     moved: StageMove | None = None
     """The move by which it joins, in a pipeline; None takes the module of its last start."""
 

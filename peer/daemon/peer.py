@@ -26,7 +26,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import Protocol
+from typing import Literal, Protocol
 
 import torch
 
@@ -64,6 +64,8 @@ from atoll.peer.daemon.sent_tokenizer import keep_tokenizer
 from atoll.peer.daemon.state_directory import StateDirectoryInUse, is_being_left
 from atoll.peer.paths import PeerPaths
 from atoll.peer.rounds.context import OnEvent
+
+PeerRole = Literal["trainer", "follower", "keeper"]
 
 RECORD_EVERY_S = 5.0  # three misses fit in the 20 s that a record lives
 CONNECT_EVERY_S = 2.0  # also the age of the roster that rounds read (`WatchedRoster`)
@@ -128,6 +130,16 @@ class Environment:
     def is_keeper(self) -> bool:
         """Return whether this peer leads and votes instead of training."""
         return self.ballots is not None
+
+    @property
+    def role(self) -> PeerRole:
+        """What this peer is in the run."""
+        return role_of(self.enrolment.membership)
+
+    @property
+    def trains(self) -> bool:
+        """Return whether this peer has a trainer: a keeper and a follower have none."""
+        return self.role == "trainer"
 
     async def join_again(self) -> Joined:
         """Join a coordinator that has forgotten this peer, or that was away at the start.
@@ -240,6 +252,11 @@ class RunKind(Protocol):
         ...
 
 
+def role_of(membership: Membership) -> PeerRole:
+    """Return the role of a peer by its admission."""
+    return "trainer" if membership.role == "coordinator" else membership.role
+
+
 MakeFirst = Callable[[RunSpec, str], OuterState]
 """Builds the first state of a run's module from its spec; takes seconds. Raises SetupError."""
 StartRun = Callable[[Environment, Joined | None], Awaitable[RunKind]]
@@ -287,7 +304,7 @@ class Peer:
         async with AsyncExitStack() as stack:
             metrics = stack.enter_context(_served(options.metrics_listen))
             env, joined = await _environment(stack, options, admit, on_event, on_phase)
-            if not env.is_keeper:
+            if env.trains:
                 env = replace(env, make_first=make_first)
             env.tasks.keep(env.following.keep)  # first: the run may wait for the coordinator
             peer = cls(env, await start_run(env.spec)(env, joined))
@@ -447,12 +464,14 @@ async def _environment(
     invite = options.invite
     paths = PeerPaths(root=options.state_dir)
     directory = stack.enter_context(closing(await _own_directory(paths, invite, on_event)))
+    directory.expect_role(follows=options.role == "follower")
     identity = Identity.load_or_create(paths.identity)
     listen = usable(options.listen)
     expect_free(listen, remedy="name another with --listen, or port 0 for any")
     client = CoordinatorClient(
         invite,
         identity,
+        role=options.role,
         version=version("atoll"),
         module=options.moved.module if options.moved else directory.module(),
     )
@@ -512,7 +531,7 @@ async def _environment(
         me,
         options.rates,
         reachability,
-        role="keeper" if is_keeper else "trainer",
+        role=role_of(enrolment.membership),
         module=enrolment.membership.module,
         keep_addresses=enrolment.keep_addresses,
     )
@@ -528,7 +547,8 @@ async def _environment(
         neighbours=neighbours,
         company=Company(
             ask=asking(node.transport),
-            needs_others=not is_keeper and _needs_others(enrolment.membership.spec),
+            needs_others=role_of(enrolment.membership) == "trainer"
+            and _needs_others(enrolment.membership.spec),
             show=announcer.show,
         ),
         moves=Moves(

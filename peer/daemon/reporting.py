@@ -342,8 +342,8 @@ class Reporter:
         )
 
     def _count(self, position: int, outcome: Outcome, *, loss: float | None, tokens: int) -> None:
-        """Count a round, once the trainer has begun: a keeper, or one that joins, has no work."""
-        if self._env.is_keeper or not self._progress.started:
+        """Count a round, once the trainer has begun: without one, or before, there is no work."""
+        if not self._env.trains or not self._progress.started:
             return
         self.tally.add(
             position + 1,
@@ -401,7 +401,7 @@ class Reporter:
             module=self._env.module,
             peer_id=self._env.me.peer_id,
             name=self._env.options.name,
-            role="keeper" if self._env.is_keeper else "trainer",
+            role=self._env.role,
             incarnation=self._env.me.incarnation,
             state=self._state(),
             phase=rounds.phase,
@@ -448,7 +448,7 @@ class Reporter:
             return "joining"
         if self._standing.opened is None:
             # An epoch opens once enough peers are ready; a peer that cannot train yet is not.
-            return "ready" if self._progress.started or self._env.is_keeper else "joining"
+            return "ready" if self._progress.started or not self._env.trains else "joining"
         if not self._standing.electorate:
             return "recovering"
         if self._env.company.is_alone or self._progress.ahead().is_paused:

@@ -133,12 +133,10 @@ class Recovery:
         else:
             raise NoDonor("the log moves on faster than this replica can follow")
         await self._fill_certificates(self._answered)
-        if not used and snapshot is None:
-            if replica.is_ledger:
-                await self._fill_gaps(self._answered)
-            return None  # what moved came as a commit
         if replica.is_ledger:
-            await self._fill_gaps(ahead)
+            await self._fill_gaps(ahead if used or snapshot is not None else self._answered)
+        if not used and snapshot is None:
+            return None  # what moved came as a commit
         return Recovered(
             from_position=before,
             to_position=replica.position,
@@ -159,7 +157,8 @@ class Recovery:
     def _is_published(self, ahead: Sequence[Donor]) -> bool:
         """Return whether peers publish to this ledger what it lacks, each entry with its body."""
         replica = self._replica
-        if not replica.is_ledger or not (replica.is_current or replica.diverged):
+        is_published_to = replica.is_ledger and not replica.follows
+        if not is_published_to or not (replica.is_current or replica.diverged):
             return False
         if self._is_before_base():  # peers publish the entries of their own epoch alone
             return False
@@ -274,7 +273,7 @@ class Recovery:
 
     async def _learn_epoch(self, head: Head) -> None:
         replica = self._replica
-        if replica.is_ledger:
+        if replica.is_ledger and not replica.follows:
             return  # the coordinator opens the epochs: another's would void what it has
         if head.epoch > replica.epoch or (head.epoch_record and replica.opened is None):
             with suppress(LogError):  # not signed by the run's key: the head may still be right
@@ -466,7 +465,11 @@ class Recovery:
 
     async def _fill_gaps(self, donors: Sequence[Donor]) -> None:
         """Fetch the bodies before the snapshot that somebody still has, the newest first."""
-        for start, stop in reversed(self._replica.store.gaps()):
+        gaps = self._replica.store.gaps()
+        if gaps and self._fallback is not None:  # the only one, perhaps, that has kept them
+            asked = await self._ask_all([self._fallback])
+            donors = [*donors, *(donor for donor in asked if donor not in donors)]
+        for start, stop in reversed(gaps):
             for position in reversed(range(start, stop)):
                 holders = [d for d in donors if d.head.first_body <= position]
                 if not await self._fill(position, holders):

@@ -37,7 +37,7 @@ def environment(me, *, rates=None, rounds=0, **changes):
     transport = types.SimpleNamespace(admission=b"old", statistics=lambda: wire, wire=wire)
     enrolment = changes.pop("enrolment", types.SimpleNamespace())
     enrolment.membership = types.SimpleNamespace(
-        spec=spec_of(rounds), module="", layout=LAYOUT, genesis_root=GENESIS.root()
+        role="trainer", spec=spec_of(rounds), module="", layout=LAYOUT, genesis_root=GENESIS.root()
     )
     options = PeerOptions(
         invite=NOBODY, state_dir=Path("nowhere"), name="ann", rates=rates or LinkRates()

@@ -34,6 +34,7 @@ def open_replica(
     keys: RunKeys,
     *,
     is_ledger: bool = True,
+    follows: bool = False,
     run_id: bytes = RUN,
     resumes: bool = True,
     method: Method | None = None,
@@ -51,6 +52,7 @@ def open_replica(
         verify=verify,
         verify_run=partial(verify_key, keys.run_public_key),
         is_ledger=is_ledger,
+        follows=follows,
         allocate=allocate,
     )
     if not replica.store.snapshot_positions():

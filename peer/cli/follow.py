@@ -21,7 +21,7 @@ from atoll.peer.daemon.supervised import stop_with_stdin
 
 if TYPE_CHECKING:
     from atoll.coordinator.run.levels import Level
-    from atoll.peer.daemon.following import Following
+    from atoll.peer.daemon.following import FollowerPlace
 
 
 def add_parser(subparsers: Subparsers) -> None:
@@ -124,7 +124,7 @@ class FollowerLines:
         else:
             self._say(text if level == "info" else f"{level}  {text}")
 
-    def moved(self, place: Following) -> None:
+    def moved(self, place: FollowerPlace) -> None:
         """Print where the follower stands."""
         if self._as_json:
             kind = "ready" if self._is_first else "round"

@@ -26,7 +26,7 @@ OnEvent = Callable[[Level, str], None]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Following:
+class FollowerPlace:
     """Where a follower stands."""
 
     peer_id: str
@@ -44,7 +44,7 @@ def run_follower(
     *,
     checkpoint_every: int | None,
     on_event: OnEvent,
-    on_moved: Callable[[Following], None],
+    on_moved: Callable[[FollowerPlace], None],
 ) -> int:
     """Follow until the run is complete or a signal stops it; return the exit code.
 
@@ -113,11 +113,11 @@ class Follower:
         self._on_event(level, text)
 
     @property
-    def place(self) -> Following:
+    def place(self) -> FollowerPlace:
         """Return where it stands."""
         peer, run = self._thread.value, self._run
         assert run is not None
-        return Following(
+        return FollowerPlace(
             peer_id=peer.peer_id,
             run_name=peer.spec.run.name,
             position=run.position,
@@ -126,13 +126,13 @@ class Follower:
             is_complete=run.is_complete,
         )
 
-    def places(self) -> Iterator[Following]:
+    def places(self) -> Iterator[FollowerPlace]:
         """Yield where it stands, first and whenever it has moved, until the end or a stop.
 
         Raises:
             PeerEvicted, StoreError: it takes part no longer.
         """
-        last: Following | None = None
+        last: FollowerPlace | None = None
         while not self._stopping.is_set():
             self._thread.value.run.expect_working()
             if (place := self.place) != last:

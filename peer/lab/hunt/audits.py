@@ -106,7 +106,7 @@ class Audit:
     @property
     def num_epochs(self) -> int:
         """Return in how many epochs entries were decided."""
-        return len({epoch for epoch, _ in self._decided})
+        return len({place[:-1] for place in self._decided})
 
     def promised(self, incarnation: str, place: Place) -> None:
         """Take a place at which a keeper is about to vote."""

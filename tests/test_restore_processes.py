@@ -47,9 +47,10 @@ def chain_of(state: Path) -> list[bytes]:
 class Lab:
     """A run whose coordinators have the same ports, as behind one name."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, snapshot_every: int = 4) -> None:
         self.folder, self.copies = folder, folder / "copies"
-        path = write_spec(folder, text=TEXT, run={"name": "kept"}, round={"snapshot_every": 4})
+        rounds = {"snapshot_every": snapshot_every}
+        path = write_spec(folder, text=TEXT, run={"name": "kept"}, round=rounds)
         fields = RunSpec.load(path).model_dump(mode="json")
         fields["coordinator"] |= {
             "listen": f"127.0.0.1:{free_port()}",
@@ -173,6 +174,39 @@ async def supersede(folder: Path) -> None:
 
 def test_an_old_coordinator_ends_and_does_not_start_again(tmp_path: Path) -> None:
     asyncio.run(supersede(tmp_path))
+
+
+async def outlive_an_epoch(folder: Path) -> None:
+    """The peers are an epoch beyond the copy that the coordinator is restored from."""
+    # Such toy rounds take 0.1 s, and a snapshot is there for two periods at most: long enough to
+    # be fetched, as between those of a real run.
+    lab, aside = Lab(folder, snapshot_every=64), folder / "aside"
+    try:
+        first, invite = await lab.coordinator("first", lab.spec)
+        peers = [await lab.peer(name, invite) for name in ("one", "two")]
+        await lab.seen(invite, lambda now: now.copies and now.copies.position >= 4, first, *peers)
+        key = shutil.copy(folder / "first" / "recovery.key", folder / "recovery.key")
+        shutil.copytree(lab.copies, aside)
+        await lab.lose(*peers)
+        peers = [await lab.peer(name, invite) for name in ("one", "two")]
+        opened = await lab.seen(invite, lambda now: now.epoch > 0, first, *peers)
+        before = await lab.seen(
+            invite, lambda now: now.position > opened.position + 2, first, *peers
+        )
+        await lab.lose(first)
+        shutil.rmtree(folder / "first")
+        second, again = await lab.coordinator("second", "--restore", aside, "--recovery-key", key)
+        assert again == invite
+        now = await lab.seen(invite, lambda now: now.position > before.position + 4, second, *peers)
+        assert now.epoch == before.epoch  # learned from the peers; no rival was opened
+        assert chain_of(folder / "second")[before.position].hex() == before.chain
+    finally:
+        for child in reversed(lab.children):
+            await child.stop()
+
+
+def test_peers_an_epoch_beyond_the_copy_bring_it_up_to_date(tmp_path: Path) -> None:
+    asyncio.run(outlive_an_epoch(tmp_path))
 
 
 def test_a_run_outlives_its_coordinator_and_then_all_of_its_machines(tmp_path: Path) -> None:

@@ -396,6 +396,9 @@ def finish(case: Chaos, within: Span) -> Seen:
     chains = case.chains()
     for host in range(1, case.peers + 1):
         case.children[f"peer-{host}"].terminate()
+    for host in range(1, case.peers + 1):  # while the coordinator is there to take their leave
+        with suppress(subprocess.TimeoutExpired):
+            case.children[f"peer-{host}"].wait(GONE_S)
     case.stop()
     deadline_s = time.monotonic() + GONE_S
     for host in range(case.peers + 1):

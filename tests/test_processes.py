@@ -320,7 +320,8 @@ def test_a_peer_killed_in_mid_round_recovers_and_all_are_equal(run):
     position = strike_in_reduce(victim, victim.kill, STRIKE_AT)
     assert victim.wait() == -signal.SIGKILL
     until(lambda: run.status().position > position, "the others to commit that round")
-    assert run.head_on_disk("ben") == position
+    # Its network process, which only takes its leave, may have stored that round too.
+    assert run.head_on_disk("ben") in (position, position + 1)
 
     shutil.rmtree(run.paths("ben").log())
     again = run.start_peer("ben")

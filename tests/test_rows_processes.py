@@ -37,7 +37,12 @@ async def hold(folder: Path) -> list[Entry]:
     """Train until a pass is over and all had units, while a trainer dies and another joins."""
     state, invite = folder / "state", folder / "invite"
     spec = write_spec(
-        folder, text=TEXT, run={"name": "once", "rounds": 0}, round={"stall_s": 2.0}, data=ONCE
+        folder,
+        text=TEXT,
+        run={"name": "once", "rounds": 0},
+        round={"stall_s": 2.0},
+        data=ONCE,
+        inner_steps=32,  # a log of ten rounds a second moves on faster than who joins can follow
     )
     children: list[Child] = []
 

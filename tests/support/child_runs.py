@@ -29,6 +29,7 @@ def write_spec(
     run: dict[str, Any],
     round: dict[str, Any],
     data: dict[str, Any] | None = None,
+    inner_steps: int = 4,
 ) -> Path:
     """Write text.txt, and the RUN.toml of a tiny run on it, whose path is returned."""
     (folder / "text.txt").write_text(text)
@@ -38,7 +39,7 @@ def write_spec(
             "model": {"overrides": {"dim": 16, "num_layers": 1, "num_heads": 2, "ffn_dim": 32}},
             "data": {"source": str(folder / "text.txt"), "seq_len": 32} | (data or {}),
             "inner": {"batch_size": 2, "warmup_steps": 2},
-            "outer": {"inner_steps": 4},
+            "outer": {"inner_steps": inner_steps},
             "round": {"min_peers": 2, "stall_s": 5.0} | round,
             "coordinator": {"listen": "127.0.0.1:0", "dht_listen": "127.0.0.1:0"},
         }

@@ -163,7 +163,7 @@ class Coordinator:
         self._moves: Counter[str] = Counter()
         """By module, the peers that came from another one."""
         self.relocation = b""
-        """Where the coordinator is (`run/relocation.py`); empty until it is known."""
+        """The record of its addresses (`run/relocation.py`); empty until they are known."""
         self.copies: Callable[[], CopyStatus] | None = None
         """Tells how far the copies of this run are; None if none are kept."""
         if self._is_finished():

@@ -55,7 +55,7 @@ def own_record(path: Path, invite: Invite, sign: Callable[[bytes], bytes], now_s
 
 
 class OwnPlace:
-    """What a coordinator tells its peers of where it is, and hears of another one of its run."""
+    """The addresses that a coordinator tells its peers, and its watch for another coordinator."""
 
     def __init__(self, invite: Invite, record: bytes, report: Callable[[Level, str], None]) -> None:
         """Tell peers this record; `report` takes what the organiser has to know.

@@ -1,18 +1,15 @@
 """Processes as people start them: the coordinator's directory goes on at another address."""
 
 import asyncio
-import contextlib
 import socket
 from pathlib import Path
 
 import pytest
 
-from atoll.coordinator.rpc.client_errors import Busy
 from atoll.coordinator.run.invite import Invite
 from atoll.coordinator.run.status import RunStatus
-from atoll.peer.cli.watching import asking
 from atoll.peer.lab.children import Child
-from support.child_runs import DEADLINE_S, PEER, until, write_spec
+from support.child_runs import DEADLINE_S, PEER, status_when, until, write_spec
 
 pytestmark = [pytest.mark.exhaustive, pytest.mark.slow, pytest.mark.timeout(480)]
 
@@ -55,16 +52,7 @@ async def hold(folder: Path, *, by_copies: bool) -> None:
 
     async def seen(invite: str, condition) -> RunStatus:
         """Wait for a status of the run, with all processes there."""
-        async with asyncio.timeout(DEADLINE_S):
-            while True:
-                with contextlib.suppress(Busy):  # all processes here are of one address
-                    async with asking(Invite.decode(invite)) as client:
-                        now = await client.status()
-                    if condition(now):
-                        return now
-                for child in children:
-                    assert child.running, child.failure()
-                await asyncio.sleep(0.5)
+        return await status_when(invite, condition, children, patience_s=DEADLINE_S)
 
     def online(status: RunStatus) -> dict[str, str]:
         here = [peer for peer in status.peers if peer.state not in ("gone", "left")]

@@ -9,15 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from atoll.coordinator.rpc.client_errors import Busy
-from atoll.coordinator.run.invite import Invite
 from atoll.coordinator.run.spec import RunSpec, template
 from atoll.coordinator.run.status import RunStatus
 from atoll.optim.log.entry import Entry, extend_chain, sha256
 from atoll.optim.log.store import LOG_FILE
-from atoll.peer.cli.watching import asking
 from atoll.peer.lab.children import BAD_INPUT, Child
-from support.child_runs import PEER, until, write_spec
+from support.child_runs import PEER, status_when, until, write_spec
 
 # In one process: tests/coordinator/copies.
 pytestmark = [pytest.mark.exhaustive, pytest.mark.slow, pytest.mark.timeout(480)]
@@ -82,16 +79,7 @@ class Lab:
         return await self.start(name, "peer", invite, *PEER, *named)
 
     async def seen(self, invite: str, condition, *children: Child) -> RunStatus:
-        async with asyncio.timeout(PATIENCE_S):
-            while True:
-                with contextlib.suppress(Busy):  # all processes here are of one address
-                    async with asking(Invite.decode(invite)) as client:
-                        now = await client.status()
-                    if condition(now):
-                        return now
-                for child in children:
-                    assert child.running, child.failure()
-                await asyncio.sleep(2.0)
+        return await status_when(invite, condition, children, patience_s=PATIENCE_S, look_s=2.0)
 
     async def lose(self, *children: Child) -> None:
         for child in children:

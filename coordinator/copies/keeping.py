@@ -16,7 +16,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import TypeVar
 
-from atoll.coordinator.copies.target import Superseded, TargetFailed, reason
+from atoll.coordinator.copies.target import NotOurs, Superseded, TargetFailed, reason
 from atoll.coordinator.copies.writing import CopyWriter, WrittenCopy
 from atoll.coordinator.run.levels import Level
 from atoll.coordinator.run.status import CopyStatus
@@ -107,7 +107,7 @@ class Copies:
             self._note(working.result())
         except Superseded:
             raise
-        except (TargetFailed, StoreError, OSError, sqlite3.Error) as error:
+        except (TargetFailed, NotOurs, StoreError, OSError, sqlite3.Error) as error:
             self._note_failure(reason(error), str(error))
         except Exception as error:  # a fault of ours must not end the run either
             log.exception("a copy failed")

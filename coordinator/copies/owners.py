@@ -54,15 +54,27 @@ def expect_target(target: Target, state_dir: Path) -> None:
         Superseded: the run was restored elsewhere.
     """
     target.expect_writable()
+    if own := expect_own(target, state_dir):
+        expect_newest(target, RecoveryKey.of(state_dir), own)
+
+
+def expect_own(target: Target, state_dir: Path) -> str:
+    """Return a directory's owner in a target; empty if the target holds nobody's copies.
+
+    Raises:
+        TargetFailed: it cannot be read.
+        NotOurs: it holds copies of another run, or of another directory.
+    """
     there, own = owners(target), read_owner(state_dir)
     if own in there:
-        expect_newest(target, RecoveryKey.of(state_dir), own)
-    elif there:
+        return own
+    if there:
         raise NotOurs(
             f"{target.url}: it holds copies of {_whose(target, there[-1])}, which this directory "
             f"({state_dir}) has not written; continue that run with --restore in a new directory, "
             "or choose another target"
         )
+    return ""
 
 
 def expect_newest(target: Target, key: RecoveryKey, own: str) -> None:

@@ -256,6 +256,8 @@ def reason(error: BaseException) -> str:
             return FULL
         case TimeoutError():
             return "it does not answer"
+        case NotOurs():
+            return "it holds the copies of another run"
         case _:
             return type(error).__name__
 

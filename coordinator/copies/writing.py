@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import secrets
 import sqlite3
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
@@ -31,6 +32,7 @@ from atoll.coordinator.copies.owners import (
     OWNER_FILE,
     claim,
     expect_newest,
+    expect_own,
     keep_owner,
     newest_with_copies,
     owners,
@@ -108,6 +110,8 @@ class CopyWriter:
         self._target, self._key, self._owner = target, key, ""
         self._run_id, self._run_name = run_id, run_name
         self._state_dir, self._logs, self._clock = state_dir, logs, clock
+        # A look between the claim of a new owner and the note of it would take it for another's.
+        self._beginning = threading.Lock()
         self._name = ""
         """Of the newest manifest."""
         self._newest: Manifest | None = None
@@ -117,8 +121,8 @@ class CopyWriter:
 
     def _begin(self) -> None:
         """Become an owner if the directory is none, and learn what the target holds of it."""
-        owner = read_owner(self._state_dir)
-        if owner not in owners(self._target):
+        owner = expect_own(self._target, self._state_dir)
+        if not owner:
             owner = claim(self._target, self._key, run_id=self._run_id, run_name=self._run_name)
             keep_owner(self._state_dir, owner)
         self._resume(owner)
@@ -148,20 +152,23 @@ class CopyWriter:
 
     def expect_newest(self) -> None:
         """Check that nobody has restored the run since. Raises Superseded, TargetFailed."""
-        if owner := self._owner or read_owner(self._state_dir):
-            expect_newest(self._target, self._key, owner)
+        with self._beginning:
+            if owner := self._owner or read_owner(self._state_dir):
+                expect_newest(self._target, self._key, owner)
 
     def write(self) -> WrittenCopy:
         """Copy what has changed; the copy before stays whole whatever fails.
 
         Raises:
             Superseded: the run was restored elsewhere; nothing was written.
+            NotOurs: the target holds others' copies; nothing was written.
             TargetFailed: the target cannot be written or read.
             StoreError, OSError, sqlite3.Error: the log here cannot be read.
         """
         self.expect_newest()
         if not self._owner:
-            self._begin()
+            with self._beginning:
+                self._begin()
         files, modules = self._pieces()
         serial = self._newest.serial + 1 if self._newest is not None else 1
         manifest = Manifest(

@@ -161,7 +161,7 @@ class CoordinatorClient(StatusClient):
     ) -> None:
         super().__init__(invite)
         self.whereabouts = Whereabouts(invite)
-        """Where the coordinator is, as far as it, or anybody else, has told."""
+        """The coordinator's addresses, as it, or anybody else, has told them."""
         self.clock_offset_s = 0.0
         self.clock_error_s = 0.0
         """by how much that may be wrong at most: half of the call in which it was measured"""

@@ -49,7 +49,7 @@ class RelocationInvalid(ValueError):
 
 @dataclass(frozen=True, kw_only=True)
 class Relocation:
-    """Where the coordinator is since a certain start."""
+    """The addresses of the coordinator since one of its starts."""
 
     __pydantic_config__ = ConfigDict(strict=True, revalidate_instances="always")
 
@@ -108,7 +108,7 @@ def _expect_usable(relocation: Relocation) -> None:
 
 
 class Whereabouts:
-    """Where a run's coordinator is, as far as a peer knows: its invite's word, or a newer record.
+    """The addresses of a run's coordinator that a peer knows: the invite's, or a newer record's.
 
     A record is taken if its serial is above that of the one before, so no order in which old ones
     are shown again leads anywhere twice.

@@ -27,13 +27,13 @@ OnEvent = Callable[[Level, str], None]
 
 @dataclass(frozen=True, kw_only=True)
 class FollowerPlace:
-    """Where a follower stands."""
+    """The progress of a follower."""
 
     peer_id: str
     run_name: str
     position: int
     rounds: int
-    """Of the run; 0 without an end."""
+    """The rounds of the run; 0 if it has no end."""
     first_body: int
     """The position from which it has every update: 0 once it has the whole log."""
     is_complete: bool

@@ -40,7 +40,7 @@ class GpuReading:
     own: float
     """Fraction of the GPU's time, 0 to 1, of this peer's processes."""
     others: float
-    """Of all other processes."""
+    """The same of all other processes."""
 
 
 @dataclass(frozen=True, kw_only=True)

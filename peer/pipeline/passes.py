@@ -177,7 +177,8 @@ def _header(
         incarnation=name.incarnation,
         sequence=name.sequence,
         nonce=name.nonce,
-        remaining_ms=remaining_ms(one.deadline_s, now_s),
+        # A pass is open until its deadline, so also in the last part of a millisecond before it.
+        remaining_ms=max(1, remaining_ms(one.deadline_s, now_s)),
         sequences=one.sequences,
         rows=one.rows,
         width=rules.shape.width,

@@ -701,7 +701,8 @@ class Trainer:
         """
         self._steps_s.append(step_s)
         usual_s = statistics.median(self._steps_s)
-        if step_s > LONGER * usual_s:
+        # A stage's step may have waited that long for the others' work.
+        if step_s > LONGER * usual_s and not isinstance(self.learner, StageLearner):
             self._pace.leave_out(step_s - usual_s)
         if self.options.share == 1.0:
             return 0.0

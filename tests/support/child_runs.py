@@ -1,11 +1,16 @@
 """Runs of real child processes: their spec, the options of their peers, and waiting for them."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from atoll.coordinator.rpc.client_errors import Busy
+from atoll.coordinator.run.invite import Invite
 from atoll.coordinator.run.spec import RunSpec, template
+from atoll.coordinator.run.status import RunStatus
+from atoll.peer.cli.watching import asking
 from atoll.peer.lab.children import Child
 
 DEADLINE_S = 120.0  # for processes that import torch: a few seconds each on an idle machine
@@ -20,6 +25,27 @@ async def until(condition: Callable[[], Any], *children: Child) -> Any:
                 assert child.running, child.failure()
             await asyncio.sleep(0.1)
     return found
+
+
+async def status_when(
+    invite: str,
+    condition: Callable[[RunStatus], Any],
+    children: Sequence[Child],
+    *,
+    patience_s: float,
+    look_s: float = 0.5,
+) -> RunStatus:
+    """Wait for a status of the run, while children run; return it."""
+    async with asyncio.timeout(patience_s):
+        while True:
+            with suppress(Busy):  # all processes here are of one address
+                async with asking(Invite.decode(invite)) as client:
+                    now = await client.status()
+                if condition(now):
+                    return now
+            for child in children:
+                assert child.running, child.failure()
+            await asyncio.sleep(look_s)
 
 
 def write_spec(

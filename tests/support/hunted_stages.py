@@ -79,6 +79,8 @@ def plan_of(seed):
         admission_hours=168.0,
         lasts_s=FAULTS_S,
         faults=tuple(faults),
+        units=0,  # a pipeline's first stage draws the rows
+        copies=False,
     )
 
 

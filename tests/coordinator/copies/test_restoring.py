@@ -329,6 +329,26 @@ def test_a_coordinator_starts_although_its_target_is_out_of_reach(past: Run) -> 
         assert not writer.write().is_new
 
 
+def test_a_target_that_comes_back_with_copies_of_others_is_left_alone(past: Run) -> None:
+    """Whoever claims it would prune the others' copies."""
+    with opened(past.state_dir) as log:
+        writer_of(past.target, past.state_dir, log).write()
+        keep_owner(past.state_dir, "000000-00000000")  # of a target that it had before
+        (past.state_dir / "recovery.key").unlink()
+        writer = CopyWriter(
+            past.target,
+            RecoveryKey.of(past.state_dir),
+            run_id=log.files.run_id.hex(),
+            run_name="test",
+            state_dir=past.state_dir,
+            logs=[log],
+        )
+        before = past.target.names()
+        with pytest.raises(NotOurs):
+            writer.write()
+        assert past.target.names() == before
+
+
 def test_a_restored_coordinator_copies_on_and_the_old_copies_go(past: Run) -> None:
     with opened(past.state_dir) as log:
         writer_of(past.target, past.state_dir, log).write()

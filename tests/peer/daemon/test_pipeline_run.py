@@ -157,6 +157,7 @@ def test_a_stage_that_its_last_peer_leaves_is_filled_where_it_stood(pipeline, tm
     kept = [stages_on_disk(tmp_path / f"peer-{i}") for i in range(4)]
     assert any(kept[running.index(mover)] == {"stage-3"} for mover in movers)
     assert all(len(stages) == 1 for stages in kept)
+    assert set[str]().union(*kept) == {"stage-1", "stage-2", "stage-3"}
 
 
 def test_a_peer_that_cannot_serve_where_it_moved_returns(pipeline, monkeypatch):

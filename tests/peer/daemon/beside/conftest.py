@@ -16,8 +16,9 @@ from support.reducer_bench import LAYOUT, Bench, contribution
 
 @pytest.fixture(autouse=True)
 def shared_vectors(monkeypatch):
-    """Long vectors lie in shared memory for the time of a test."""
+    """Long vectors lie in shared memory, and are used again, for the time of a test."""
     monkeypatch.setattr(vectors, "_memory", vectors._memory)  # as it was, afterwards
+    monkeypatch.setattr(vectors, "_keeps", True)  # a trainer's side lets this process keep none
     use_for_vectors()
 
 

@@ -27,9 +27,11 @@ from statistics import median_low
 # H stays within half to twice the median's, so a false claim of speed moves it no further; a peer
 # beyond that should change how many batches it accumulates a step.
 SLOWEST, FASTEST = 0.5, 2.0
-# Of a window, by which one may end apart from the others' and stay as it is: their reports are
-# seconds old, and a shift costs steps as well.
+# Of a window, by which one may end before the others' and stay as it is: their reports are seconds
+# old, and the next window begins with theirs anyway.
 IN_STEP = 0.05
+# Of a peer's own pace, where all windows have equal steps: those of other paces end at other times.
+ALIKE = (0.9, 1.1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,37 +135,48 @@ class WindowEnd:
 
 
 def until_others_end(
-    left_s: float, others: Sequence[WindowEnd], *, window_s: float, step_s: float
+    left_s: float,
+    others: Sequence[WindowEnd],
+    *,
+    window_s: float,
+    step_s: float,
+    late_s: float,
+    alike: tuple[float, float] = (SLOWEST, FASTEST),
+    counts: bool = True,
 ) -> float:
     """Return how long a window should last from now on to end with most of the others'.
 
     A peer that joins, or that took a commit late, begins its window in the middle of theirs. After
-    a whole window it would wait for them as long as it was late. So it ends this one with theirs
-    or with their next, whichever is nearer, and from then on all are in step. Peers whose windows
-    are at a bound of `deadline` have windows of another duration, and are left alone.
+    a whole window it would wait for them as long as it was late, or miss their round by as much as
+    the one before, and so each time. So it ends this one with theirs or with their next, whichever
+    is nearer, and from then on all are in step. A window that counts nothing anyway ends with
+    theirs, however short it is.
 
     Args:
         left_s: seconds until this peer's window ends by itself.
         others: peers at the same position.
         window_s: seconds of a window, of this peer's as of the others'.
-        step_s: this peer's seconds per step. A report is about as old, so no window is shifted by
-            less.
+        step_s: this peer's seconds per step. A report is about as old, so no window is made longer
+            by less.
+        late_s: seconds by which it may end after the others', who wait for so long.
+        alike: bounds of the median pace over that of a peer whose windows last as long. Others are
+            left alone: by default those at a bound of `deadline`.
+        counts: whether the window counts; False of the first one of a joiner.
     """
     median_s = median_low([step_s, *(other.step_s for other in others)])
-    half_s = window_s / 2
-    by_s = [
-        (other.in_s - left_s + half_s) % window_s - half_s
-        for other in others
-        if _keeps_up(other.step_s, median_s)
-    ]
-    if not by_s or not _keeps_up(step_s, median_s):
+
+    def keeps_up(seconds: float) -> bool:
+        return alike[0] <= median_s / seconds <= alike[1]
+
+    ends_s = [other.in_s for other in others if keeps_up(other.step_s)]
+    if not ends_s or not keeps_up(step_s):
         return left_s
-    shift_s = median_low(by_s)
-    return left_s + shift_s if abs(shift_s) > max(IN_STEP * window_s, step_s) else left_s
-
-
-def _keeps_up(step_s: float, median_s: float) -> bool:
-    return SLOWEST <= median_s / step_s <= FASTEST
+    if not counts:
+        return step_s + median_low([(end_s - step_s) % window_s for end_s in ends_s])
+    half_s = window_s / 2
+    shift_s = median_low([(end_s - left_s + half_s) % window_s - half_s for end_s in ends_s])
+    is_out = shift_s < -late_s or shift_s > max(IN_STEP * window_s, step_s)
+    return left_s + shift_s if is_out else left_s
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -52,19 +52,19 @@ class Size:
     params: int
     sizes: dict[str, int]
     step_wait_s: float
-    inner_steps: int = 4
+    inner_steps: int = 16
 
 
 SIZES = {
     "10m": Size(
         params=9_998_208,
         sizes={"dim": 384, "num_layers": 5, "num_heads": 6, "ffn_dim": 1206},
-        step_wait_s=4.0,
+        step_wait_s=1.0,
     ),
     "100m": Size(
         params=100_900_864,
         sizes={"dim": 1024, "num_layers": 8, "num_heads": 16, "ffn_dim": 2731},
-        step_wait_s=8.0,
+        step_wait_s=2.0,
     ),
 }
 

@@ -375,6 +375,10 @@ class GossipReducer(RunReducer):
 
     # the seam to the trainer
 
+    @property
+    def joins(self) -> bool:
+        return self._joining
+
     def start(self, layout: Layout, params_N: Tensor, settle: Settle) -> Tensor:
         """Join the run; the parameters come from the run, not from the caller.
 

@@ -359,6 +359,7 @@ def _train(options: RunOptions, reducer: SeatReducer, narrator: Narrator, stop: 
             validates=reducer.validates,
             paces_s=reducer.paces_s,
             window_ends=reducer.window_ends,
+            joins=reducer.joins,
             is_over=partial(_is_over, spec, network),
             stage=_seat(network),
         ),
@@ -660,7 +661,7 @@ def view_of(trainer: Trainer) -> TrainerView:
     """Return what a peer reports about its trainer."""
     stats, learner = trainer.statistics(), trainer.learner
     return TrainerView(
-        ready_in_s=stats.ready_in_s,
+        ready_at_s=stats.ready_at_s,
         step_s=stats.pace_s,
         step=stats.step,
         inner_steps=stats.inner_steps,

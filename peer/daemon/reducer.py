@@ -216,7 +216,7 @@ class TrainerProgress:
         # A wait counts once it is over: a run that stands still makes nobody slow.
         until_wait_s = (self._waits_since_s or time.monotonic()) - self._began_s
         return TrainerView(
-            ready_in_s=max(0.0, self.window_s - (trained_s - self._ended_s)),
+            ready_at_s=time.monotonic() + self.window_s - (trained_s - self._ended_s),
             inner_steps=self.course.window(self.timetable.window(self.position)),
             tokens=tokens,
             tokens_per_s=tokens / max(until_wait_s, 1e-9),
@@ -270,6 +270,11 @@ class RunReducer(Reducer):
     def course(self) -> Course:
         """Return the course of training at this position."""
         return self.progress.course
+
+    @property
+    def joins(self) -> bool:
+        """Return whether the open window counts nothing, as the first one after joining."""
+        return False
 
     @property
     def fragments(self) -> Sequence[Fragment]:
@@ -503,6 +508,10 @@ class NetworkReducer(RunReducer):
         encoding.add_done_callback(self._offer_encoded)
         if self._hides and not self._in_step:
             self.wait()
+
+    @property
+    def joins(self) -> bool:
+        return bool(self._joining) and not self._reaches_nobody
 
     def weight_of(self, fragment: int, tokens: int, steps: int) -> float:
         """Return the weight at which a contribution has to be encoded now.

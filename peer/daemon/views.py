@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, field
 
 from atoll.coordinator.run.status import TimeUse
@@ -44,7 +45,8 @@ class PeerView:
 class TrainerView:
     """A peer's report on its trainer."""
 
-    ready_in_s: float = 0.0
+    ready_at_s: float = 0.0
+    """When the open window is expected to end, by `time.monotonic`, which processes share."""
     step_s: float = 0.0
     step: int = 0
     inner_steps: int = 0
@@ -58,3 +60,8 @@ class TrainerView:
     time_shares: dict[TimeUse, float] = field(default_factory=dict)
     """All of the time by use; empty if it is not told apart."""
     device: str = ""
+
+    @property
+    def ready_in_s(self) -> float:
+        """Seconds from now until the open window is expected to end; 0 if it should have."""
+        return max(0.0, self.ready_at_s - time.monotonic())

@@ -59,8 +59,9 @@ class TrainerStatistics:
     """Smoothed seconds per step, without waits."""
     pace_s: float = 0.0
     """Seconds per step over the last windows, with validation and saving but without waits."""
-    ready_in_s: float = 0.0
-    """Estimated seconds until the open window ends."""
+    ready_at_s: float = 0.0
+    """When the open window is expected to end, by `time.monotonic`: between two steps it comes
+    nearer, and leaders that ask in the last one would take a whole step for what is left."""
     spent: TimeSpent = field(default_factory=lambda: TimeSpent())
     """Seconds of this process since its first window, which waits for the run to begin."""
     windows: int = 0

@@ -86,6 +86,7 @@ MAX_SKIPS = 10  # a bad batch costs one step; corrupted parameters cost every st
 # records, renewed each 5 s, tell of the windows that began with this one (if those last 50 s or
 # more). After the second too few steps are left: a peer may start again near its window's end.
 SHIFTED_FROM, SHIFTED_TO = 0.1, 0.5
+LATE_GRACES = 0.5  # for which others may wait for this peer: the end that they tell is no promise
 MAX_DROPPED = 5  # windows; so many in a row are a fault of the data or the settings, not bad luck
 SAVE_SHARE = 0.02  # of the time: for the copy in the trainer's thread, and for the disk beside it
 IDLE_S = 0.2  # between looks for a decision, where a step would have taken the time
@@ -144,6 +145,8 @@ class TrainerOptions:
     """Returns the seconds per step that other peers report."""
     window_ends: Callable[[], Sequence[schedules.WindowEnd]] = tuple
     """Returns when the windows of other peers at this position end."""
+    joins: Callable[[], bool] = lambda: False
+    """Returns whether the open window counts nothing, as the first one after joining."""
     is_over: Callable[[], bool] = lambda: False
     """Returns whether the run is complete, which a peer within a window may not know yet."""
     ranks: OneRank = field(default_factory=OneRank)
@@ -209,6 +212,8 @@ class Trainer:
         """steps of this process, whose first ones are slow, also after a restart"""
         self._is_in_step = False
         """whether this window was compared with the others'"""
+        self._common_steps = 0
+        """H of the open window by the run's plan and orders"""
         self._times = TimeInRun()
         self._began_s: float | None = None
         self._before = WorkerStatistics()
@@ -443,8 +448,8 @@ class Trainer:
         if self._stream.held.is_empty:
             # As long as a step: others that still train would else miss many short rounds.
             step_s = self._statistics.step_s
-            ready_in_s = self.worker.steps_left * step_s
-            self._publish(phase=TrainerPhase.REDUCING, ready_in_s=ready_in_s)
+            ready_at_s = time.monotonic() + self.worker.steps_left * step_s
+            self._publish(phase=TrainerPhase.REDUCING, ready_at_s=ready_at_s)
             self._stopping.wait(step_s)
             self.worker.advance(tokens=0)
         self._validate_when_due()
@@ -711,20 +716,39 @@ class Trainer:
         return self.options.clock() - began_s
 
     def _size_window(self) -> None:
-        """Set the number of steps of this window by the run's rule."""
+        """Set the number of steps of this window by the run's rule, and bring it in step."""
         common = self.course.window(self.timetable.window(self.worker.next_position))
-        if self.spec.outer.windows != "deadline":
-            delay = min(self._method.hidden_steps(common), common)
-            self.worker.resize(common, delay=delay)
-            return
         starts = self.worker.step_in_window == 0
         if starts:
             self._is_in_step = False
-        if (starts or self._may_shift()) and self._ranks.agreed(self._statistics.pace_s > 0):
-            self._is_in_step = not starts
-            own, *_ = schedules.deadline(self._paces_s(), inner_steps=common)
-            own = own if starts else self._in_step(own, common)
-            self.worker.resize(self._ranks.agreed(own))
+        if starts or (common != self._common_steps and not self._by_speed):
+            self._begin_window(common)
+        elif self._may_shift() and self._knows_pace():
+            self._is_in_step = True
+            self.worker.resize(self._ranks.agreed(self._in_step(common)))
+
+    def _begin_window(self, common: int) -> None:
+        self._common_steps = common
+        if not self._by_speed:
+            delay = min(self._method.hidden_steps(common), common)
+            self.worker.resize(common, delay=delay)
+        elif self._knows_pace():
+            self.worker.resize(self._ranks.agreed(self._own_steps(common)))
+
+    @property
+    def _by_speed(self) -> bool:
+        return self.spec.outer.windows == "deadline"
+
+    def _knows_pace(self) -> bool:
+        """Return whether the first rank has measured its pace. All ranks ask."""
+        return self._ranks.agreed(self._statistics.pace_s > 0)
+
+    def _own_steps(self, common: int) -> int:
+        """Return the steps of a whole window of this peer."""
+        if not self._by_speed:
+            return common
+        own, *_ = schedules.deadline(self._paces_s(), inner_steps=common)
+        return own
 
     def _may_shift(self) -> bool:
         """Return whether this window may still be compared with the others'."""
@@ -738,16 +762,28 @@ class Trainer:
         # The other ranks of this peer, whose figures nobody uses, may have no pace yet.
         return [self._statistics.pace_s or 1.0, *self.options.paces_s()]
 
-    def _in_step(self, own: int, common: int) -> int:
-        """Return how many of `own` steps this window should have to end with the others'."""
+    def _in_step(self, common: int) -> int:
+        """Return how many steps this window should have to end with the others'."""
+        own, counts = self._own_steps(common), not self.options.joins()
         step_s = self._statistics.step_s or 1.0  # in which others report their ends
         window_s = own * step_s
         # `resize` keeps the share of the window that is done, so the whole scales by what is left.
-        left_s = window_s * self.worker.steps_left / self.worker.inner_steps
+        left = own * self.worker.steps_left / self.worker.inner_steps
+        left_s = left * step_s
         until_s = schedules.until_others_end(
-            left_s, self.options.window_ends(), window_s=window_s, step_s=self._paces_s()[0]
+            left_s,
+            self.options.window_ends(),
+            window_s=window_s,
+            step_s=self._paces_s()[0],
+            late_s=LATE_GRACES * self.spec.round.grace_s,
+            alike=(schedules.SLOWEST, schedules.FASTEST) if self._by_speed else schedules.ALIKE,
+            counts=counts,
         )
-        return schedules.bounded(own * until_s / left_s, inner_steps=common)
+        if until_s == left_s:
+            return own
+        # A step too few costs a wait of less than a step, one too many perhaps the round.
+        steps = own * math.floor(until_s / step_s) / left
+        return schedules.bounded(steps, inner_steps=common) if counts else max(1, round(steps))
 
     def _take(self, loss: float, tokens: int) -> None:
         self._progress.skips_in_a_row = 0
@@ -885,7 +921,7 @@ class Trainer:
             tokens_per_s=(last - first) / (last_s - first_s) if last_s > first_s else 0.0,
             step_s=step_s,
             pace_s=self._pace.step_s or (step_s if is_warm else 0.0),
-            ready_in_s=left * step_s,
+            ready_at_s=time.monotonic() + left * step_s,
             learning_rate=self.learner.optimizer.param_groups[0]["lr"],
         )
 

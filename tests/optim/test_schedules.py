@@ -42,6 +42,8 @@ def test_peers_of_about_one_speed_take_the_same_window():
     [
         ([], 45.0),
         ([44.0, 46.0, 43.0], 45.0),  # in step
+        ([42.0], 42.0),  # 3 s late, longer than others wait: so it would be each time
+        ([47.0], 45.0),  # it waits for 2 s once
         ([30.0], 30.0),  # this peer began 15 s late
         ([15.0], 65.0),  # 30 s late: their window after this one is nearer
         ([-5.0], 45.0),  # overdue by 5 s: of the window that ended when this one began
@@ -52,9 +54,10 @@ def test_a_peer_out_of_step_ends_its_window_with_the_others(others_s, expected):
     assert until_others_end(others_s) == pytest.approx(expected)
 
 
-def until_others_end(others_s, *, step_s=1.0, other_step_s=1.0):
+def until_others_end(others_s, *, step_s=1.0, other_step_s=1.0, **changes):
     others = [WindowEnd(step_s=other_step_s, in_s=in_s) for in_s in others_s]
-    return schedules.until_others_end(45.0, others, window_s=50.0, step_s=step_s)
+    told = {"window_s": 50.0, "step_s": step_s, "late_s": 1.5} | changes
+    return schedules.until_others_end(45.0, others, **told)
 
 
 @given(st.floats(-1e15, 1e15))
@@ -68,12 +71,23 @@ def test_a_window_at_a_bound_is_of_another_duration_and_stays_as_it_is():
     assert until_others_end([30.0] * 3, step_s=1.9) == 30.0
     slow = [WindowEnd(step_s=2.1, in_s=20.0)] * 2
     others = [WindowEnd(step_s=1.0, in_s=30.0)] * 2
-    assert schedules.until_others_end(45.0, [*slow, *others], window_s=50.0, step_s=1.0) == 30.0
+    rule = {"window_s": 50.0, "step_s": 1.0, "late_s": 1.5}
+    assert schedules.until_others_end(45.0, [*slow, *others], **rule) == 30.0
 
 
-def test_reports_are_no_more_exact_than_a_step():
-    assert until_others_end([39.0] * 3, step_s=7.0, other_step_s=7.0) == 45.0
-    assert until_others_end([39.0] * 3) == 39.0
+def test_no_window_grows_by_less_than_reports_tell_apart():
+    assert until_others_end([51.0] * 3, step_s=7.0, other_step_s=7.0) == 45.0
+    assert until_others_end([51.0] * 3) == 51.0
+
+
+def test_windows_of_equal_steps_end_with_those_of_about_this_pace():
+    assert until_others_end([30.0] * 3, other_step_s=1.2, alike=schedules.ALIKE) == 45.0
+    assert until_others_end([30.0] * 3, other_step_s=1.05, alike=schedules.ALIKE) == 30.0
+
+
+@pytest.mark.parametrize(("ends_s", "expected"), [(10.0, 10.0), (-5.0, 45.0), (0.5, 50.5)])
+def test_a_window_that_counts_nothing_ends_with_the_others_next(ends_s, expected):
+    assert until_others_end([ends_s], counts=False) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize(

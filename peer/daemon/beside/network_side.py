@@ -109,6 +109,7 @@ class NetworkSide:
             "validates": lambda position: self.peer.validates(position),
             "paces_s": lambda: self.peer.paces_s(),
             "window_ends": lambda: self.peer.window_ends(),
+            "joins": lambda: self.reducer.joins,
             "stored_all": lambda: self.peer.run.stored_all(),
             "open_stage": self._open_stage,
             "serve_texts": self._serve_texts,

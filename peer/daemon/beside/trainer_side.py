@@ -570,6 +570,10 @@ class SeatReducer(Reducer):
         ends: Sequence[WindowEnd] = self._ask("window_ends")
         return ends
 
+    def joins(self) -> bool:
+        """Return whether the open window counts nothing, as the first one after joining."""
+        return bool(self._ask("joins"))
+
     # for the ranks of a peer (`atoll.optim.ranks`)
 
     def leave_residuals(self, keep: Callable[[int], Residual]) -> None:

@@ -19,7 +19,7 @@ from atoll.optim.reduction.contribution import Feedback, WorkRefused
 from atoll.optim.state import layout as cuts
 from atoll.optim.state.layout import CELL, Layout, LayoutError
 from atoll.optim.state.outer_state import OuterState
-from atoll.peer.daemon import reducer
+from atoll.peer.daemon import reducer, views
 from atoll.peer.daemon.reducer import FAR_BEHIND, Reset
 from atoll.peer.rounds.engine import Settled
 from support.reducer_bench import (
@@ -493,6 +493,7 @@ def test_waiting_is_no_part_of_a_window(bench, monkeypatch):
         now_s=100.0, monotonic=lambda: clock.now_s, perf_counter=time.perf_counter
     )
     monkeypatch.setattr(reducer, "time", clock)
+    monkeypatch.setattr(views, "time", clock)
     each = bench()
     each.start()
     clock.now_s += 6.0

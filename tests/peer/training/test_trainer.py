@@ -3,6 +3,7 @@ import logging
 import math
 import re
 import threading
+import time
 from itertools import pairwise
 
 import numpy as np
@@ -476,7 +477,8 @@ def test_statistics_are_those_of_the_trainer(corpus):
     assert statistics.params == trainer.worker.layout.numel
     assert statistics.windows == 1
     assert statistics.tokens_per_s > 0
-    assert statistics.ready_in_s == pytest.approx(statistics.step_s * (H - 1))
+    left_s = statistics.ready_at_s - time.monotonic()
+    assert 0 < statistics.step_s * (H - 1) - left_s < 60  # the time since is over
     assert 0 < statistics.utilisation <= 1
     assert (statistics.device, statistics.precision) == ("cpu", "float32")
 

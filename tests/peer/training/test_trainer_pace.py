@@ -58,7 +58,7 @@ class Crew:
                 "outer": {"inner_steps": H, "windows": windows} | outer,
             }
         )
-        self.claims, self.ends_s = list(claims), tuple
+        self.claims, self.ends_s, self.joins = list(claims), tuple, False
         self.clocks = [Clock() for _ in steps_s]
         self.group = in_process(len(steps_s), self.spec.method())
         self.trainers = [self._trainer(corpus, index) for index in range(len(steps_s))]
@@ -73,6 +73,7 @@ class Crew:
             clock=self.clocks[index],
             paces_s=lambda: self._paces_but(index),
             window_ends=lambda: [WindowEnd(step_s=1.0, in_s=s) for s in self.ends_s()],
+            joins=lambda: self.joins,
         )
         return Trainer(self.spec, self.group.member(index), options, corpus=corpus)
 
@@ -125,6 +126,38 @@ def test_a_joiner_ends_its_first_window_with_the_others(corpus):
     crew.ends_s = tuple
     (second_s,) = crew.window()
     assert abs(second_s - H) <= 1  # a whole one again
+
+
+@pytest.mark.parametrize("windows", ["equal", "deadline"])
+def test_a_peer_that_began_late_ends_with_the_others_once_and_stays_in_step(corpus, windows):
+    crew = Crew(corpus, [1.0], windows=windows, claims=[1.0] * 3, inner_steps=40)
+    (clock,) = crew.clocks
+    crew.window()
+    ends_s = clock.now_s + 36.0  # it took the commit 4 s after them: they wait for 1.5 s
+    crew.ends_s = lambda: [ends_s - clock.now_s] * 3
+    crew.window()
+    assert crew.lengths == [36]
+    ends_s = clock.now_s + 40.0
+    crew.window()
+    assert crew.lengths == [40]
+
+
+def test_windows_of_equal_steps_stay_so_among_peers_of_another_pace(corpus):
+    crew = Crew(corpus, [1.3], windows="equal", inner_steps=40)
+    crew.ends_s = lambda: [5.0] * 3
+    for _ in range(2):
+        crew.window()
+        assert crew.lengths == [40]
+
+
+def test_a_first_window_that_counts_nothing_may_be_short(corpus):
+    crew = Crew(corpus, [1.0], claims=[1.0] * 3, inner_steps=40)
+    (clock,) = crew.clocks
+    crew.window()
+    crew.joins, ends_s = True, clock.now_s + 10.0
+    crew.ends_s = lambda: [ends_s - clock.now_s] * 3
+    (took_s,) = crew.window()
+    assert took_s <= 10.0 + 2.0  # and the validation; half of a window is the least that counts
 
 
 def test_each_window_is_compared_with_the_others_once(corpus):

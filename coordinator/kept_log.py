@@ -152,6 +152,11 @@ class KeptLog:
         """Return the round after which the run ends; 0 if it runs until it is stopped."""
         return self.settings.course.rounds(self._spec.run.rounds)
 
+    @property
+    def lacks_rounds(self) -> bool:
+        """Return whether peers may have rounds that the log here has lost, or has yet to fetch."""
+        return self._epochs.lacks_epochs or self._epochs.lacks_entries
+
     def orders(self) -> Sequence[bytes]:
         """Return the orders that the log lacks."""
         return self._around.lacking(self.settings)
@@ -352,7 +357,7 @@ class KeptLog:
             self.replica.store,
             num_fragments=num_fragments,
             # The entries come again from the peers.
-            keeps_later=self._epochs.lacks_epochs or self._epochs.lacks_entries,
+            keeps_later=self.lacks_rounds,
         )
 
     def _mean_valid_loss(self) -> float | None:

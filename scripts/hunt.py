@@ -14,7 +14,16 @@ import traceback
 
 from atoll.peer.lab.hunt import plans
 from atoll.peer.lab.hunt.bugs import BUGS
-from atoll.peer.lab.hunt.hunting import Search, SeedResult, hunt, run_plan, shrink, story_of
+from atoll.peer.lab.hunt.hunting import (
+    Search,
+    SeedResult,
+    apart,
+    broken_rule,
+    hunt,
+    run_plan,
+    shrink,
+    story_of,
+)
 
 EXAMPLES = """examples:
   scripts/hunt --seeds 1000                         seeds 0 to 999
@@ -93,11 +102,10 @@ def _tell(result: SeedResult, args: argparse.Namespace) -> None:
 
 def _replay(args: argparse.Namespace) -> int:
     plan = plans.draw(args.seed, minutes=args.virtual_minutes)
-    verdict = run_plan(plan, args.bug)
     num_tried = 0
-    if verdict.broken is not None and not args.no_shrink:
-        plan, num_tried = shrink(plan, verdict.broken.rule, bug=args.bug)
-        verdict = run_plan(plan, args.bug)
+    if not args.no_shrink and (rule := apart(broken_rule, plan, args.bug)):
+        plan, num_tried = shrink(plan, rule, bug=args.bug)
+    verdict = run_plan(plan, args.bug)  # here, the first one: a seed repeats only so
     print("\n".join(story_of(verdict)))
     broken = verdict.broken
     if broken is not None and broken.__cause__ is not None:

@@ -6,6 +6,8 @@ consent is given here, and the first state of the run is built here.
 
 from __future__ import annotations
 
+import importlib
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -43,7 +45,10 @@ class OwnerSide:
             module=module,
             is_keeper=is_keeper,
         )
-        return self._consent.admit(self._terms)
+        needs_tokenizer = self._consent.admit(self._terms)
+        if not is_keeper:
+            threading.Thread(target=_import_ahead, name="atoll-import", daemon=True).start()
+        return needs_tokenizer
 
     def expect_tokenizer(self) -> None:
         """Open the tokenizer that has come; raise as `Consent.expect_tokenizer`."""
@@ -58,3 +63,11 @@ class OwnerSide:
         except SetupError:
             return None
         return state.layout.to_json(), state.params_N, state.memory_M
+
+
+def _import_ahead() -> None:
+    """Import what torch does when the first optimizer is made, seconds of work.
+
+    The network process fetches the state of the run meanwhile, and this one would only wait.
+    """
+    importlib.import_module("torch._dynamo")

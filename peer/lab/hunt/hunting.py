@@ -15,6 +15,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from multiprocessing import get_context
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 
@@ -24,6 +25,7 @@ from atoll.peer.lab.hunt.plans import RunPlan
 from atoll.peer.lab.hunt.world import RunVerdict, run
 
 MEMORY = Path("/dev/shm")  # files of a simulation are small, and many are synced
+Result = TypeVar("Result")
 AT_ONCE = 2  # seeds that wait for each process
 
 
@@ -113,6 +115,34 @@ def run_plan(plan: RunPlan, bug: BugName | None = None) -> RunVerdict:
         return run(plan, Path(folder) / "run")
 
 
+def apart(function: Callable[..., Result], *arguments: object) -> Result:
+    """Call a function in a child of this process, which has run no seed.
+
+    A run leaves its process changed: modules that it imported on the way drew numbers of its seed.
+    A later seed, run alone, would not be the same again.
+
+    Raises:
+        RuntimeError: the child has ended without a result.
+    """
+    receiver, sender = get_context("fork").Pipe(duplex=False)
+
+    def call() -> None:
+        sender.send(function(*arguments))
+
+    child = get_context("fork").Process(target=call)
+    child.start()
+    sender.close()
+    try:
+        result: Result = receiver.recv()
+    except EOFError:
+        child.join()
+        raise RuntimeError(f"a run's process ended with {child.exitcode}") from None
+    finally:
+        receiver.close()
+        child.join()
+    return result
+
+
 def run_seed(
     seed: int, virtual_minutes: float | None = None, bug: BugName | None = None
 ) -> SeedResult:
@@ -131,6 +161,12 @@ def run_seed(
         resumed_s=verdict.resumed_s,
         faults=verdict.faults,
     )
+
+
+def broken_rule(plan: RunPlan, bug: BugName | None = None) -> str:
+    """Return the rule that a plan breaks; empty if it breaks none."""
+    broken = run_plan(plan, bug).broken
+    return broken.rule if broken is not None else ""
 
 
 def hunt(search: Search, tell: Callable[[SeedResult], None]) -> HuntSummary:
@@ -156,7 +192,7 @@ def _seeds(search: Search) -> Iterator[int]:
 
 def _one_after_another(search: Search) -> Iterator[SeedResult]:
     for seed in _seeds(search):
-        yield run_seed(seed, search.virtual_minutes, search.bug)
+        yield apart(run_seed, seed, search.virtual_minutes, search.bug)
 
 
 def _beside_each_other(search: Search) -> Iterator[SeedResult]:
@@ -165,7 +201,8 @@ def _beside_each_other(search: Search) -> Iterator[SeedResult]:
         try:
             while True:
                 for seed in seeds:
-                    waiting.add(pool.submit(run_seed, seed, search.virtual_minutes, search.bug))
+                    asked = (run_seed, seed, search.virtual_minutes, search.bug)
+                    waiting.add(pool.submit(apart, *asked))
                     if len(waiting) >= AT_ONCE * search.jobs:
                         break
                 if not waiting:
@@ -189,8 +226,7 @@ def shrink(
     def still_fails(candidate: RunPlan) -> bool:
         nonlocal num_tried
         num_tried += 1
-        broken = run_plan(candidate, bug).broken
-        return broken is not None and broken.rule == rule
+        return apart(broken_rule, candidate, bug) == rule
 
     while True:
         start, has_shrunk = 0, False

@@ -10,7 +10,6 @@ import asyncio
 import random
 from collections.abc import Callable, Collection, Sequence
 from hashlib import sha256
-from math import inf
 from typing import Any
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
@@ -68,6 +67,8 @@ class Organiser(Machine):
         """the orders that the coordinator has taken, with their numbers"""
         self.signed: list[bytes] = []
         """all that the run's key has signed"""
+        self._key_of: dict[bytes, bytes | None] = {}
+        """the organiser's key that signed each order; None: the run's"""
         self.rivals: set[int] = set()
         """numbers of orders that a peer alone was given"""
         self.forgotten: set[int] = set()
@@ -124,6 +125,7 @@ class Organiser(Machine):
         order = Order(run_id=self.world.invite.run_id, number=number, change=change)
         signed = sign_order(order, self._signers[key])
         self.signed.append(signed)
+        self._key_of[signed] = key
         return signed
 
     # Wrong ones
@@ -147,28 +149,30 @@ class Organiser(Machine):
         _takes(peer, self._sign(settings.number + 1, change, settings.key))
 
     def lost(self, decided: Collection[bytes]) -> list[int]:
-        """Return the numbers of orders that the coordinator took and a log does not hold."""
-        void_from = self._void_from(decided)
+        """Return the numbers of orders that the coordinator took and a log does not hold.
+
+        An order is void if its key is not the organiser's any more where its number comes, or not
+        yet: a rival has named another, or the coordinator was lost with the order that named it.
+        """
         return [
             number
             for number, signed in self.given
             if signed not in decided
             and number not in self.rivals | self.forgotten
-            and number < void_from
+            and self._key_of[signed] == _key_at(number, decided)
         ]
-
-    def _void_from(self, decided: Collection[bytes]) -> float:
-        """Return the number from which orders are under a key that a rival's new one replaced."""
-        own = {signed for _, signed in self.given}
-        others = (
-            Order.decode(SignedOrder.decode(each).order) for each in decided if each not in own
-        )
-        keys = (order.number for order in others if isinstance(order.change, RotateKey))
-        return min(keys, default=inf)
 
     def forget(self, decided: Collection[bytes]) -> None:
         """Note that the coordinator is lost, with the orders that no log holds."""
         self.forgotten.update(self.lost(decided))
+
+
+def _key_at(number: int, decided: Collection[bytes]) -> bytes | None:
+    """Return the key that must sign an order, by those that a log holds."""
+    orders = (Order.decode(SignedOrder.decode(each).order) for each in decided)
+    keys = {o.number: o.change.value for o in orders if isinstance(o.change, RotateKey)}
+    before = [named for named in keys if named < number]
+    return keys[max(before)] if before else None
 
 
 def _settings(peer: PeerMachine) -> RunSettings:

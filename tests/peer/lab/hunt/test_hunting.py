@@ -1,11 +1,20 @@
 """Whole runs from seeds: they keep their rules, repeat exactly, and break them with a bug."""
 
+import os
 from typing import Any
 
 import pytest
 
 from atoll.peer.lab.hunt import plans
-from atoll.peer.lab.hunt.hunting import Search, SeedResult, hunt, run_plan, run_seed, shrink
+from atoll.peer.lab.hunt.hunting import (
+    Search,
+    SeedResult,
+    apart,
+    hunt,
+    run_plan,
+    run_seed,
+    shrink,
+)
 
 ALWAYS = 4
 """Seeds of the default suite, half a virtual minute of faults each; about 10 s of CPU."""
@@ -33,6 +42,21 @@ def test_more_runs_keep_their_rules(first: int) -> None:
 
 def test_a_seed_repeats_exactly() -> None:
     assert story(7) == story(7)
+
+
+def pid_after(name: str) -> int:
+    globals()[name] = True
+    return os.getpid()
+
+
+def test_what_a_run_leaves_in_its_process_reaches_no_other() -> None:
+    assert apart(pid_after, "left_behind") != os.getpid()
+    assert "left_behind" not in globals()
+
+
+def test_a_run_whose_process_dies_is_told() -> None:
+    with pytest.raises(RuntimeError, match="ended with 7"):
+        apart(os._exit, 7)
 
 
 def test_a_bug_is_found_and_shrinks() -> None:

@@ -482,9 +482,9 @@ class Publisher:
         """Return whether the coordinator is ahead, and no commit is on its way here."""
         here, before = self._replica.position, self._behind_at
         self._behind_at = here if there > here else None
-        # One entry ahead is a commit on its way, which may be long in a group. A peer whose address
-        # changed just then is in none, and once waited a whole window for a group that was decided.
-        is_stuck = before == here and self._rounds.waits_for_group
+        # One entry ahead is a commit on its way, which may be long in a group. A peer in none was
+        # left out, or has nothing on offer, as when the run is paused: nobody may ever send it.
+        is_stuck = before == here and not self._rounds.is_in_group
         return there > here + 1 or (there == here + 1 and is_stuck)
 
     async def _publish_from(self, start: int) -> None:

@@ -159,7 +159,8 @@ class Invitee:
         finally:
             watch.close()
             self._peer.meeting = None
-            here.ended.set_result(met)
+            if not here.ended.cancelled():  # as with its waiter, when this peer leaves meanwhile
+                here.ended.set_result(met)
 
     def _expect_welcome(self, remote: str, terms: Terms) -> None:
         now = self._ctx.now()

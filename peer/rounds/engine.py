@@ -443,10 +443,10 @@ class Rounds:
         )
 
     @property
-    def waits_for_group(self) -> bool:
-        """Return whether the contribution to the next decision is in no group yet."""
+    def is_in_group(self) -> bool:
+        """Return whether the contribution to the next decision is in a group."""
         flight, _ = self._flights.get(self._ctx.replica.position, (None, None))
-        return flight is not None and flight.phase is RoundPhase.WAIT
+        return flight is not None and flight.phase is not RoundPhase.WAIT
 
     def _seeks_group(self) -> bool:
         """Return whether any contribution is in no group: its flight waits, or has yet to begin."""

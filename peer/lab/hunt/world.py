@@ -296,7 +296,8 @@ class World:
         for network in (self.mesh, self.wire):
             for error in network.errors:
                 if not isinstance(error, (*DISK_ERRORS, StoreCorrupt, TransportError)):
-                    self.audit.fail("nothing fails unexpectedly", f"a handler raised {error!r}")
+                    text = f"a handler raised {error!r}"
+                    self.audit.fail("nothing fails unexpectedly", text, cause=error)
             network.errors.clear()
         if self.audit.broken is not None:
             raise self.audit.broken

@@ -13,11 +13,9 @@ from atoll.peer.daemon.log_run import Publisher
 class Peer:
     """A peer at position 7, and how often it looked for entries."""
 
-    def __init__(self, *, waits_for_group):
+    def __init__(self, *, is_in_group):
         self.looks = 0
-        self.rounds = types.SimpleNamespace(
-            waits_for_group=waits_for_group, kick_catch_up=self._look
-        )
+        self.rounds = types.SimpleNamespace(is_in_group=is_in_group, kick_catch_up=self._look)
         self.replica = types.SimpleNamespace(position=7)
         self.publisher = Publisher(None, None, self.replica, self.rounds)
 
@@ -38,13 +36,13 @@ class Peer:
         return self.looks
 
 
-@pytest.mark.parametrize("waits_for_group", [True, False])
-def test_a_coordinator_two_entries_ahead_is_caught_up_with_at_once(waits_for_group):
-    assert Peer(waits_for_group=waits_for_group).hears(9) == 1
+@pytest.mark.parametrize("is_in_group", [True, False])
+def test_a_coordinator_two_entries_ahead_is_caught_up_with_at_once(is_in_group):
+    assert Peer(is_in_group=is_in_group).hears(9) == 1
 
 
 def test_one_entry_ahead_is_a_commit_on_its_way():
-    peer = Peer(waits_for_group=True)
+    peer = Peer(is_in_group=False)
     assert peer.hears(8) == 0
     peer.replica.position = 8
     assert [peer.hears(8), peer.hears(9)] == [0, 0]
@@ -53,10 +51,10 @@ def test_one_entry_ahead_is_a_commit_on_its_way():
 
 
 def test_one_entry_ahead_for_two_heartbeats_was_missed():
-    peer = Peer(waits_for_group=True)
+    peer = Peer(is_in_group=False)
     assert [peer.hears(8), peer.hears(8), peer.hears(8)] == [0, 1, 2]
 
 
 def test_a_peer_in_a_group_may_take_long_to_get_its_commit():
-    peer = Peer(waits_for_group=False)
+    peer = Peer(is_in_group=True)
     assert [peer.hears(8) for _ in range(5)] == [0] * 5

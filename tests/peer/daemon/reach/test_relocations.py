@@ -151,6 +151,14 @@ def test_records_shown_again_cause_no_calls():
     assert len(spreading.due(b"second", others, is_lost=False)) == AT_ONCE
 
 
+def test_a_peer_that_asked_more_than_it_had_to_tell_tells_nobody_else():
+    spreading, others = Spreading(1), ["a", "b", "c", "d"]
+    for peer in others[:3]:  # that were asked, with the record
+        spreading.due(b"record", others, is_lost=True)
+        spreading.told(peer, b"record")
+    assert spreading.due(b"record", others, is_lost=False) == []
+
+
 def test_a_coordinator_tells_everybody_some_at_a_time():
     spreading, others, told = Spreading(float("inf")), [f"p{i:02}" for i in range(40)], []
     while due := spreading.due(b"record", others, is_lost=False):

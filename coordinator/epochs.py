@@ -249,7 +249,8 @@ class Epochs:
         return await self._open_with(electors, now_s, cause)
 
     async def _open_first(self, alive: Sequence[KnownPeer], now_s: float) -> None:
-        ready = electable(alive, epoch=None)
+        # By gossip, peers that train already began before the coordinator lost its files.
+        ready = electable(alive, epoch=0 if self.is_by_heartbeats else None)
         keepers = electable(alive, epoch=None, role="keeper") if self._min_keepers else []
         self._note_keepers(len(keepers))
         if len(ready) < self._min_peers or len(keepers) < self._min_keepers:

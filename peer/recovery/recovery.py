@@ -14,6 +14,8 @@ Errors:
     RecoveryError (RuntimeError; atoll.optim.log.replica)
      +-- NoDonor     nobody who could be reached has what is missing; try again later
           +-- NoWay  donors answered, and have neither the updates nor a state that can be proved
+    ChainMismatch (LogError; atoll.optim.log.entry)
+     +-- OffTheLog  entries here are void
 """
 
 from __future__ import annotations
@@ -69,6 +71,10 @@ class NoDonor(RecoveryError):
 
 class NoWay(NoDonor, Nowhere):
     """Donors answered, and have neither the updates nor a state that can be proved."""
+
+
+class OffTheLog(ChainMismatch):
+    """The entries here do not lead to the base of the epoch: some of them are void."""
 
 
 class Recovery:
@@ -284,10 +290,11 @@ class Recovery:
         return bool(self._replica.electorate)
 
     def _is_before_base(self) -> bool:
-        """Return whether this ledger's state is current and before the base of its epoch."""
+        """Return whether the state here is current and before the base of the epoch."""
         replica, opened = self._replica, self._replica.opened
-        is_before = opened is not None and replica.position < opened.base_position
-        return replica.is_ledger and replica.is_current and is_before
+        return (
+            opened is not None and replica.is_current and (replica.position < opened.base_position)
+        )
 
     def _is_lost(self) -> bool:
         """Return whether entries alone do not help: they are void, or the state is missing."""
@@ -306,8 +313,8 @@ class Recovery:
         could be had. It may lie before the base of the epoch, where nobody votes.
         """
         replica = self._replica
-        # A ledger that lost its log stands before the base, where nobody votes; the chain of the
-        # base proves the entries up to it.
+        # Who was away while an epoch opened stands before its base, where nobody votes; its chain
+        # proves the entries up to there.
         may_replay = restored or not self._is_lost() or self._is_before_base()
         if not replica.ready or not may_replay:
             return False
@@ -316,7 +323,12 @@ class Recovery:
         if not sources or not (restored or self._replay_is_cheaper(furthest.head)):
             return False
         here = LogPlace(chain=replica.chain, electorate=replica.electorate)
-        claims = await self._claims(furthest, start, here)
+        try:
+            claims = await self._claims(furthest, start, here)
+        except OffTheLog:
+            if replica.is_ledger:
+                raise
+            return False
         async with Bodies([c.entry for c in claims], sources, self._on_failure) as bodies:
             for claim in claims:
                 await self._apply(claim, bodies, used)
@@ -359,7 +371,7 @@ class Recovery:
         if start < base:
             claims = await self._claims_before(donor, start, base, opened.base_chain)
             if here is not None and claims[0].entry.previous_chain != here.chain:
-                raise ChainMismatch(f"entry {start}: expected the chain {here.chain.hex()[:12]}")
+                raise OffTheLog(f"entry {start}: expected the chain {here.chain.hex()[:12]}")
             position, here = base, place_at_base(opened)
         while position < donor.head.position:
             page = await donor.source.headers(position, donor.head.position)

@@ -122,6 +122,23 @@ def test_a_run_by_gossip_begins_with_enough_peers_and_opens_nothing_after(tmp_pa
     run(main())
 
 
+def test_a_coordinator_that_lost_its_files_learns_from_those_that_train(tmp_path):
+    """They began by the epoch that is lost; a newcomer would wait for it for ever."""
+
+    async def main():
+        async with talk(tmp_path / "c", Node()) as net:
+            clients = [net.client(index) for index in range(3)]
+            for index, state in enumerate(["training", "training", "ready"]):
+                await clients[index].join()
+                beat = await clients[index].heartbeat(net.swarm.status(index, state=state))
+                assert not beat.epoch
+            await net.up.coordinator.tick()
+            beat = await clients[2].heartbeat(net.swarm.status(2))
+            assert beat.epoch
+
+    run(main())
+
+
 def test_models_are_kept_as_checkpoints_and_given_to_joiners(tmp_path):
     node = Node()
 

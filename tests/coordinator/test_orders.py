@@ -14,7 +14,7 @@ from atoll.coordinator.kept_log import KeptLog
 from atoll.coordinator.orders import ORDERS_FILE, OrderDesk, OrderRefused, OrdersError, misfit
 from atoll.coordinator.policies import STALL_S
 from atoll.coordinator.report.view import orders_text
-from atoll.coordinator.rpc.client_errors import Evicted, Invalid, NotWelcome
+from atoll.coordinator.rpc.client_errors import Busy, Evicted, Invalid, NotWelcome
 from atoll.coordinator.rpc.orders import OrderClient
 from atoll.coordinator.run.keys import RunKeys
 from atoll.coordinator.run.spec import RunSpec
@@ -208,6 +208,26 @@ def test_an_order_is_given_and_reaches_peers_until_it_is_in_the_log(tmp_path: Pa
             told = [event.text for event in status.events]
             assert "given: order 1: inner_steps is 7 from here on" in told
             assert "round 1: order 1: inner_steps is 7 from here on" in told
+
+    kit.run(main())
+
+
+def test_a_coordinator_that_lacks_rounds_takes_no_order(tmp_path: Path) -> None:
+    """They may hold an order of its next number, as after a restore from an older copy."""
+
+    async def main() -> None:
+        async with kit.net(tmp_path) as net:
+            await net.started()
+            log, pause = net.up.coordinator.log, PauseRun()
+            organiser = OrderClient(net.up.invite)
+            net.stack.push_async_callback(organiser.close)
+            log._epochs._known_rounds = 1
+            order = signed(1, pause, net.up.coordinator.keys, net.run_id)
+            with pytest.raises(Busy, match="lacks rounds that peers may have"):
+                await organiser.give(order)
+            log._epochs._known_rounds = 0
+            await organiser.give(order)
+            assert (await organiser.ask()).next_number == 2
 
     kit.run(main())
 

@@ -31,6 +31,20 @@ def test_a_run_keeps_its_rules_whatever_happens(seed: int) -> None:
     assert result.virtual_s > 30
 
 
+@pytest.mark.parametrize(
+    "seed",
+    [
+        15407,  # a peer leaves while a gossip meeting that it waits for is under way
+        *(
+            pytest.param(seed, marks=pytest.mark.exhaustive)
+            for seed in (10089, 10107, 10321, 10444)
+        ),
+    ],
+)
+def test_what_long_hunts_found_stays_mended(seed: int) -> None:
+    assert run_seed(seed, virtual_minutes=1.0).text == ""
+
+
 @pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.parametrize("first", range(10_000, 10_300, 20))

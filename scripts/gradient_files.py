@@ -28,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 
 from atoll.optim.reducer import Contribution
 from atoll.optim.state.outer_state import OuterState
-from atoll.peer.daemon.beside import trainer_side
+from atoll.peer.daemon.beside import starting
 from atoll.peer.daemon.options import PeerOptions
 from atoll.peer.daemon.process import RunOptions, Stop, join_and_train
 from atoll.peer.training.trainer import Trainer, WatchedReducer
@@ -139,7 +139,7 @@ def _hands_in(frame: FrameType | None) -> bool:
 def trace(folder: Path) -> dict[str, list[str]]:
     """Train until every peer has applied an update; return the functions by file."""
     tracer = Tracer()
-    trainer_side.start_process = InThread  # the tracer sees the threads of this process
+    starting.start_process = InThread  # the tracer sees the threads of this process
 
     def submit(reducer: WatchedReducer, contribution: Contribution) -> None:
         tracer.begin(sys._getframe(1))

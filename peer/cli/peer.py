@@ -26,10 +26,12 @@ from atoll.peer.cli import (
 )
 from atoll.peer.cli.limits import add_limits, mbit, rates_of, rules_of, rules_of_one
 from atoll.peer.cli.watching import read_invite
+from atoll.peer.daemon.beside.starting import started_ahead
 from atoll.peer.daemon.options import LISTEN, RELAY_MBIT_S
 from atoll.peer.daemon.supervised import STDIN, stop_with_stdin
 
 if TYPE_CHECKING:
+    from atoll.coordinator.run.invite import Invite
     from atoll.peer.daemon.process import OnPeerEvent, PeerEvent
 
 SERVE_SHARE = 0.2  # of the time: training keeps four fifths of a contended core
@@ -202,8 +204,14 @@ def run(args: argparse.Namespace) -> int:
         return launch(sys.argv[1:], count, on_event=on_ranks, rules=rules)
     logging.raiseExceptions = False  # a log that cannot be written must not fill the terminal
     invite = read_invite(args.invite)  # before torch is imported, which takes seconds
-    if not is_rank or os.environ["RANK"] == "0":
-        _say_starting(f"run {invite.run_id.hex()[:12]} of {invite.addresses[0]}", as_json=args.json)
+    if is_rank and os.environ["RANK"] != "0":
+        return _run(args, invite, is_rank=True)
+    _say_starting(f"run {invite.run_id.hex()[:12]} of {invite.addresses[0]}", as_json=args.json)
+    with started_ahead():
+        return _run(args, invite, is_rank=is_rank)
+
+
+def _run(args: argparse.Namespace, invite: "Invite", *, is_rank: bool) -> int:
     from atoll.peer.daemon.options import PeerOptions
     from atoll.peer.daemon.process import RunOptions, run_peer
     from atoll.peer.paths import peer_state_dir

@@ -11,7 +11,7 @@ from atoll.dht.kademlia import node_id_of
 from atoll.dht.roster import MAX_SHARED, DhtRoster
 from atoll.dht.testing import run_virtual
 from atoll.optim.state import vectors
-from atoll.peer.daemon.beside import trainer_side
+from atoll.peer.daemon.beside import starting
 from atoll.peer.daemon.options import PeerOptions
 from atoll.peer.daemon.process import RunOptions, Stop, join_and_train
 from atoll.peer.rounds.context import fetch_head
@@ -188,7 +188,7 @@ def test_rounds_joiners_and_restarts_work_although_the_dht_is_eclipsed(tmp_path,
 
     monkeypatch.setattr(DHTNode, "store", store)
     monkeypatch.setattr(DHTNode, "get", get)
-    monkeypatch.setattr(trainer_side, "start_process", InThread)
+    monkeypatch.setattr(starting, "start_process", InThread)
     monkeypatch.setattr(vectors, "_memory", vectors._memory)  # as it was, afterwards
     organiser = Organiser(tiny_spec(run={"rounds": 0}, round={"min_peers": 2}), tmp_path / "c")
     running = []

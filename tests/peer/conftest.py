@@ -6,7 +6,7 @@ import pytest
 
 from atoll.coordinator.run.spec import RunSpec
 from atoll.optim.state import vectors
-from atoll.peer.daemon.beside import trainer_side
+from atoll.peer.daemon.beside import starting
 from support import organiser as helpers
 from support.beside import InThread
 from support.organiser import Organiser
@@ -21,7 +21,7 @@ def kit():
 @pytest.fixture
 def network_threads(monkeypatch):
     """Peers of this process have their network sides in threads of it."""
-    monkeypatch.setattr(trainer_side, "start_process", InThread)
+    monkeypatch.setattr(starting, "start_process", InThread)
     monkeypatch.setattr(vectors, "_memory", vectors._memory)  # as it was, afterwards
 
 

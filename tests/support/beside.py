@@ -12,7 +12,7 @@ import socket
 import subprocess
 import threading
 
-from atoll.peer.daemon.beside import network_side, trainer_side
+from atoll.peer.daemon.beside import network_side, starting, trainer_side
 from atoll.peer.daemon.beside.channel import Channel
 from atoll.peer.daemon.beside.owner_side import OwnerSide
 
@@ -112,4 +112,4 @@ def _serve(connection):
 
 def by_forks():
     """Let the trainer's process fork its network process from now on; before it has threads."""
-    trainer_side.start_process = InFork
+    starting.start_process = InFork

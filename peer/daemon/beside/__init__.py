@@ -2,7 +2,8 @@
 
 segments        memory without a name that both processes map, and tensors lent from it
 channel         messages between the two: plain values, tensors, errors; nothing is unpickled
-trainer_side    starts the process, asks it, and is the trainer's reducer
+starting        starts the process, perhaps before the trainer has loaded
+trainer_side    asks it, and is the trainer's reducer
 network_side    joins the run and answers the trainer
 owner_side      answers for this machine's owner while the network process joins
 texts           texts of clients, computed in the network process

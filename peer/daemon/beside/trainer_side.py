@@ -21,7 +21,6 @@ import queue
 import signal
 import socket
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -51,6 +50,7 @@ from atoll.optim.reducer import (
 from atoll.optim.schedules import Timetable, WindowEnd
 from atoll.optim.state import vectors
 from atoll.optim.state.layout import Difference, Fragment, Layout
+from atoll.peer.daemon.beside import starting
 from atoll.peer.daemon.beside.channel import Channel, ChannelClosed
 from atoll.peer.daemon.beside.segments import use_for_vectors
 from atoll.peer.daemon.options import PeerOptions
@@ -63,7 +63,6 @@ from atoll.peer.pipeline.workbench import Workbench
 if TYPE_CHECKING:
     from atoll.peer.daemon.beside.owner_side import OwnerSide
 
-PROGRAM = "atoll.peer.daemon.beside.network_side"
 CLOSE_S = 50.0  # twice what a loop takes to leave, and what surrounds that
 STOP_POLL_S = 0.1  # how soon the network process learns that the trainer should stop
 VIEW_S = 0.1  # between two views of the trainer, for peers that plan when to meet it
@@ -313,9 +312,7 @@ class NetworkProcess(NetworkLine):
             Exception: as `open_peer`, or whatever the owner's answer raised.
         """
         use_for_vectors()
-        ours, theirs = socket.socketpair()
-        with theirs:
-            self._process = start_process(theirs)
+        ours, self._process = starting.take_ahead() or starting.started()
         super().__init__(ours, on_event=on_event, on_phase=on_phase, stopping=stopping)
         told = {"timeout_s": timeout_s, "device": device, "asks": owner is not None}
         try:
@@ -358,25 +355,6 @@ class NetworkProcess(NetworkLine):
             f"the network process of this peer {how}; start the peer again: it continues from its "
             "state directory"
         )
-
-
-def start_process(connection: socket.socket) -> subprocess.Popen[bytes]:
-    """Start a network process, which gets one end of a pair of sockets.
-
-    It is in this process's group: what kills or freezes that means both. Ctrl-C and SIGTERM mean
-    the trainer, which then tells it; they stay blocked there until it has handlers for them.
-    """
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))
-    try:
-        return subprocess.Popen(
-            # -P: nothing of the folder in which the trainer runs is imported.
-            [sys.executable, "-P", "-m", PROGRAM, str(connection.fileno())],
-            pass_fds=[connection.fileno()],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-        )
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -741,7 +741,7 @@ class Trainer:
 
     def _knows_pace(self) -> bool:
         """Return whether the first rank has measured its pace. All ranks ask."""
-        return self._ranks.agreed(self._statistics.pace_s > 0)
+        return bool(self._ranks.agreed(self._statistics.pace_s > 0))
 
     def _own_steps(self, common: int) -> int:
         """Return the steps of a whole window of this peer."""

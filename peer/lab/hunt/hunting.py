@@ -190,9 +190,13 @@ def _seeds(search: Search) -> Iterator[int]:
         yield seed
 
 
+def _run_apart(seed: int, search: Search) -> SeedResult:
+    return apart(run_seed, seed, search.virtual_minutes, search.bug)
+
+
 def _one_after_another(search: Search) -> Iterator[SeedResult]:
     for seed in _seeds(search):
-        yield apart(run_seed, seed, search.virtual_minutes, search.bug)
+        yield _run_apart(seed, search)
 
 
 def _beside_each_other(search: Search) -> Iterator[SeedResult]:
@@ -201,8 +205,7 @@ def _beside_each_other(search: Search) -> Iterator[SeedResult]:
         try:
             while True:
                 for seed in seeds:
-                    asked = (run_seed, seed, search.virtual_minutes, search.bug)
-                    waiting.add(pool.submit(apart, *asked))
+                    waiting.add(pool.submit(_run_apart, seed, search))
                     if len(waiting) >= AT_ONCE * search.jobs:
                         break
                 if not waiting:

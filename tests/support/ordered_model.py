@@ -1,0 +1,73 @@
+"""An order that comes at any moment of a round, at some of its processes, and evicts one of them.
+
+The leaders that hear of it propose it as soon as their machines let them. The evicted process is in
+the electorate of the position that decides the order, and in no later one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from dataclasses import replace
+from functools import cached_property
+from typing import Any
+
+from atoll.optim.log.entry import Elector, Entry
+from atoll.peer.rounds.consensus.round import LeaderView, Round
+from support.joint_model import JointModel
+from support.round_model import PLACE, Broken, RoundModel, World
+
+
+class _Ordered(RoundModel):
+    """A world in which an order comes."""
+
+    def __init__(self, *, knowing: Collection[int], evicted: int, **options: Any) -> None:
+        """The order comes to all of `knowing` at once."""
+        super().__init__(**options)
+        self.knowing, self.evicted = frozenset(knowing), evicted
+
+    @cached_property
+    def control(self) -> Entry:
+        """The entry that brings the order."""
+        return Entry(
+            run_id=b"r" * 32,
+            epoch=PLACE.epoch,
+            position=PLACE.position,
+            kind="control",
+            previous_chain=b"c" * 32,
+            fragment=0,
+            lr=1.0,
+            momentum=0.0,
+            members=(),
+            parts=(),
+            electorate=self.electorate_after,
+            order=b"evict",
+            settings=b"evicted",
+        )
+
+    @property
+    def electorate_after(self) -> tuple[Elector, ...]:
+        name = f"p{self.evicted}"
+        return tuple(elector for elector in self.electorate if elector.peer_id != name)
+
+    def steps(self, world: World) -> Iterator[World]:
+        yield from super().steps(world)
+        if not world.ordered:
+            yield self._look_all(world._replace(ordered=True))
+
+    def _view(self, world: World, leader: int, current: Round | None) -> LeaderView:
+        view = super()._view(world, leader, current)
+        knows = world.ordered and self.leaders[leader] in self.knowing
+        return replace(view, control=self.control) if knows else view
+
+    def _check_control(self, world: World, leader: int, entry: Entry) -> None:
+        """It is the one that was given; who has not heard of it may be bound to it."""
+        if not world.ordered or entry != self.control:
+            raise Broken("proposed an order that nobody gave")
+
+
+class OrderedRound(_Ordered):
+    """Leaders and electors."""
+
+
+class OrderedJoint(_Ordered, JointModel):
+    """Leaders, members and electors."""

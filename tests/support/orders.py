@@ -202,6 +202,7 @@ class _Struck:
             await swarm.until(lambda peer=peer: _is_member(inside[0], peer, most))
         for peer in alive:
             expect_no_work_lost(peer)
+            assert not peer.ctx.conduct._records, "an order makes nobody break a rule"
         if self.orders.sums:
             expect_sums(swarm, inside[0])
 

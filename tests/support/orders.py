@@ -136,7 +136,8 @@ class _Struck:
         peers = await swarm.start(self.orders.peers)
         await swarm.until(lambda: reached(peers, 2))
         last = await self._give()
-        await swarm.until(lambda: strike.at_s is not None or is_decided(peers, last)())
+        inside = [peer for peer in peers if peer not in self.out]
+        await swarm.until(lambda: strike.at_s is not None or is_decided(inside, last)())
         if strike.at_s is None:
             strike.disarm()
             return None

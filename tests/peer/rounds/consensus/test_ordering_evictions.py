@@ -12,6 +12,7 @@ from support.model import DecidedTwice, elector
 from support.ordered_model import OrderedJoint, OrderedRound
 from support.round_model import PLACE, Broken
 
+LARGE = pytest.mark.exhaustive  # worlds that take half a second and more
 TWO_TERMS = [0, TERM]
 LEADER = int(leader_of(tuple(elector(i, 0) for i in range(3)), PLACE.position, 0).peer_id[1:])
 OTHERS = {0, 1, 2} - {LEADER}
@@ -24,16 +25,12 @@ OTHERS = {0, 1, 2} - {LEADER}
     ("electors", "attempts", "options", "least"),
     [
         (2, TWO_TERMS, {"knowing": [0], "mishaps": 1}, 1_000),
-        (2, TWO_TERMS, {"knowing": [1], "mishaps": 1}, 1_000),
+        pytest.param(2, TWO_TERMS, {"knowing": [1], "mishaps": 1}, 1_000, marks=LARGE),
         (3, [0], {"knowing": [0, 1], "mishaps": 1}, 300),
-        pytest.param(3, TWO_TERMS, {"knowing": [0, 1]}, 20_000, marks=pytest.mark.exhaustive),
-        pytest.param(3, TWO_TERMS, {"knowing": [2]}, 20_000, marks=pytest.mark.exhaustive),
-        pytest.param(
-            3, [0, 2 * TERM], {"knowing": [0], "mishaps": 1}, 50_000, marks=pytest.mark.exhaustive
-        ),
-        pytest.param(
-            4, [0], {"knowing": range(4), "mishaps": 1}, 2_000, marks=pytest.mark.exhaustive
-        ),
+        pytest.param(3, TWO_TERMS, {"knowing": [0, 1]}, 20_000, marks=LARGE),
+        pytest.param(3, TWO_TERMS, {"knowing": [2]}, 20_000, marks=LARGE),
+        pytest.param(3, [0, 2 * TERM], {"knowing": [0], "mishaps": 1}, 50_000, marks=LARGE),
+        pytest.param(4, [0], {"knowing": range(4), "mishaps": 1}, 2_000, marks=LARGE),
     ],
 )
 def test_no_eviction_decides_a_position_twice(electors, attempts, options, least):
@@ -87,7 +84,7 @@ def _short_terms(monkeypatch):
     ("options", "least"),
     [
         ({"knowing": [0, 1], "evicted": 1, "mishaps": 1, "reported": True}, 200),
-        ({"knowing": [0, 1], "evicted": 0, "early": True}, 200),
+        pytest.param({"knowing": [0, 1], "evicted": 0, "early": True}, 200, marks=LARGE),
         ({"knowing": [LEADER], "evicted": LEADER, "processes": 3, "reported": True}, 200),
     ],
 )
@@ -98,7 +95,7 @@ def test_no_order_of_events_breaks_a_rule_of_a_round_that_an_order_ends(options,
 
 
 @pytest.mark.usefixtures("_short_terms")
-@pytest.mark.parametrize("knowing", [OTHERS, {0, 1, 2}])
+@pytest.mark.parametrize("knowing", [OTHERS, pytest.param({0, 1, 2}, marks=LARGE)])
 def test_an_evicted_leader_may_leave_at_any_moment_and_the_others_decide(knowing):
     model = OrderedJoint(
         knowing=knowing, evicted=LEADER, processes=3, terms=2, polls=0, grouped=True

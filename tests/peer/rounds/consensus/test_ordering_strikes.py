@@ -70,13 +70,11 @@ ORDERS = {
     ("name", "message"),
     [
         ("set", 5),
-        ("evict", 9),
         ("evict the leader", 6),
         ("evict in a round", 12),
         ("readmit", 7),
         ("rotate", 13),
         ("codec in a round", 11),
-        ("reducer in a round", 4),
     ],
 )
 def test_orders_survive_a_fault_at_a_message(tmp_path, name, message):

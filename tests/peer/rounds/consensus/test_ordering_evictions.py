@@ -8,6 +8,7 @@ import pytest
 from atoll.peer.rounds.consensus import round as machine
 from atoll.peer.rounds.consensus.round import TERM, Proposer, Round, RoundState, leader_of
 from support.eviction_model import ORDER, EvictionModel
+from support.liars_model import LiarsModel
 from support.model import DecidedTwice, elector
 from support.ordered_model import OrderedJoint, OrderedRound
 from support.round_model import PLACE, Broken
@@ -47,6 +48,12 @@ def test_once_the_evicted_elector_is_gone_the_others_decide_both_positions():
         first, second = model.finish(world)
         assert len(first) == len(second) == 1
         assert before <= second
+
+
+@pytest.mark.parametrize("liar", [0, *(pytest.param(each, marks=LARGE) for each in (1, 2))])
+def test_of_three_keepers_that_an_eviction_leaves_one_may_lie(liar):
+    """Four withstand one liar. All three are a quorum, so one that lies can only stop them."""
+    assert len(LiarsModel(3, TWO_TERMS, [liar]).explore()) > 200
 
 
 def expect_fork(electors, attempts, **options):

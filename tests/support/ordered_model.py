@@ -1,7 +1,9 @@
-"""An order that comes at any moment of a round, at some of its processes, and evicts one of them.
+"""An order that evicts a process, at any moment of a round.
 
-The leaders that hear of it propose it as soon as their machines let them. The evicted process is in
-the electorate of the position that decides the order, and in no later one.
+Either it comes to some of the processes, whose leaders propose it as soon as their machines let
+them: the evicted process is in the electorate of the position that decides the order, and in no
+later one. Or the position before decides it while this one reduces early: nobody votes here for an
+entry with the evicted process.
 """
 
 from __future__ import annotations
@@ -11,8 +13,8 @@ from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
-from atoll.optim.log.entry import Elector, Entry
-from atoll.peer.rounds.consensus.round import LeaderView, Round
+from atoll.optim.log.entry import Elector, Entry, Member
+from atoll.peer.rounds.consensus.round import CloseGroup, LeaderView, Round, SendProposal
 from support.joint_model import JointModel
 from support.round_model import PLACE, Broken, RoundModel, World
 
@@ -71,3 +73,34 @@ class OrderedRound(_Ordered):
 
 class OrderedJoint(_Ordered, JointModel):
     """Leaders, members and electors."""
+
+
+class RoundAfterOrder(RoundModel):
+    """A round before whose turn a member is evicted."""
+
+    def __init__(self, *, evicted: int, **options: Any) -> None:
+        super().__init__(early=True, **options)
+        self.out = frozenset({f"p{evicted}"})
+
+    def steps(self, world: World) -> Iterator[World]:
+        yield from super().steps(world)
+        if not (world.ordered or world.turn):
+            yield self._look_all(world._replace(ordered=True))
+
+    def _view(self, world: World, leader: int, current: Round | None) -> LeaderView:
+        view = super()._view(world, leader, current)
+        return replace(view, evicted=self.out) if world.ordered else view
+
+    def _do(self, world: World, leader: int, action: Any) -> World:
+        match action:
+            case CloseGroup(group=group) if world.ordered and self._are_in(group.members):
+                raise Broken("closed a group with a member that is out")
+            case SendProposal(entry=entry) if world.ordered and self._are_in(entry.members):
+                raise Broken("proposed an entry with a member that is out")
+        return super()._do(world, leader, action)
+
+    def _awaited(self, world: World, current: Round) -> set[str]:
+        return super()._awaited(world, current) - (self.out if world.ordered else frozenset())
+
+    def _are_in(self, members: Collection[Member]) -> bool:
+        return any(member.peer_id in self.out for member in members)

@@ -22,7 +22,15 @@ from atoll.optim.log.orders import (
     sign_order,
 )
 from atoll.peer.rounds.consensus.round import leader_of
-from support.strikes import Strike, expect_no_work_lost, expect_sums
+from support.strikes import (
+    FLIGHTS,
+    FLYING,
+    STEP_S,
+    Strike,
+    expect_equal_end,
+    expect_no_work_lost,
+    expect_sums,
+)
 from support.swarm import ORGANISER, RUN_ID, SMALL, Swarm, SwarmPeer, order_of, reached, run_swarm
 
 NEW_KEYS = RunKeys.generate()
@@ -98,6 +106,8 @@ class StruckOrders:
     peers: int = 3
     in_round: bool = False
     """given while a group reduces; else in a pause"""
+    in_flight: bool = False
+    """given while groups of several positions reduce"""
     sums: bool = True
     """updates are means of what the log says is in them, to the bit of fp32"""
 
@@ -117,7 +127,8 @@ def strike_orders(
     async def scenario(swarm: Swarm) -> float | None:
         return await _Struck(swarm, orders, Strike(swarm, kind, message, end)).run()
 
-    took_s = run_swarm(folder, scenario, layout=SMALL)
+    several = {"method": f"streaming(count={FLIGHTS})", "layout": FLYING}
+    took_s = run_swarm(folder, scenario, **(several if orders.in_flight else {"layout": SMALL}))
     shutil.rmtree(folder)
     return took_s
 
@@ -133,8 +144,9 @@ class _Struck:
 
     async def run(self) -> float | None:
         swarm, strike = self.swarm, self.strike
-        peers = await swarm.start(self.orders.peers)
-        await swarm.until(lambda: reached(peers, 2))
+        pace = {"window_s": STEP_S, "tau": FLIGHTS} if self.orders.in_flight else {}
+        peers = await swarm.start(self.orders.peers, **pace)
+        await swarm.until(lambda: reached(peers, FLIGHTS if pace else 2))
         last = await self._give()
         inside = [peer for peer in peers if peer not in self.out]
         await swarm.until(lambda: strike.at_s is not None or is_decided(inside, last)())
@@ -154,7 +166,8 @@ class _Struck:
     async def _give(self) -> int:
         """Give the orders, those to strike at last; return the number of the last one of these."""
         swarm, peers = self.swarm, self.swarm.peers
-        pause = [] if self.orders.in_round else [PauseRun()]
+        is_live = self.orders.in_round or self.orders.in_flight
+        pause = [] if is_live else [PauseRun()]
         take(peers, *signed_in_a_row(pause))
         await swarm.until(is_decided(peers, len(pause)))
         before, struck = self.orders.changes(swarm)
@@ -172,7 +185,7 @@ class _Struck:
         self.out = [peer for peer in peers if id_of(peer) in out]
         # The coordinator gives no orders to those that it has put out.
         known_to = [peer for peer in peers if peer not in self.out]
-        if self.orders.in_round:
+        if is_live:
             await self._until_a_group_reduces()
         take(known_to, *self.row[first:last])
         self.strike.arm()
@@ -192,6 +205,8 @@ class _Struck:
         swarm, most = self.swarm, max(peer.replica.position for peer in alive)
         inside = [peer for peer in alive if peer not in self.out]
         await swarm.until(lambda: reached(inside, most + 3))
+        if self.orders.in_flight:
+            await expect_equal_end(swarm, inside)
         await asyncio.sleep(1.0)
         assert swarm.same_bits(inside)
         log = entries(inside[0])

@@ -529,8 +529,11 @@ class RoundModel:
         ready = set(current.live)
         quorum = self._is_quorum([int(peer[1:]) for peer in ready])
         waited = world.now >= (GRACE_S if quorum else machine.ALONE_GRACES * GRACE_S)
-        if current.expected is None or not (set(current.expected) <= ready or waited):
+        if current.expected is None or not (self._awaited(world, current) <= ready or waited):
             raise Broken(f"closed too early, with {sorted(ready)} at {world.now} s")
+
+    def _awaited(self, world: World, current: Round) -> set[str]:
+        return set(current.expected or ())
 
     def _propose(self, world: World, leader: int, action: SendProposal) -> World:
         if not world.turn:

@@ -3,6 +3,8 @@
 Each broken rule below is one that somebody could write; the same search has to find it.
 """
 
+from dataclasses import replace
+
 import pytest
 
 from atoll.peer.rounds.consensus import round as machine
@@ -10,7 +12,7 @@ from atoll.peer.rounds.consensus.round import TERM, Proposer, Round, RoundState,
 from support.eviction_model import ORDER, EvictionModel
 from support.liars_model import LiarsModel
 from support.model import DecidedTwice, elector
-from support.ordered_model import OrderedJoint, OrderedRound
+from support.ordered_model import OrderedJoint, OrderedRound, RoundAfterOrder
 from support.round_model import PLACE, Broken
 
 LARGE = pytest.mark.exhaustive  # worlds that take half a second and more
@@ -90,8 +92,10 @@ def _short_terms(monkeypatch):
 @pytest.mark.parametrize(
     ("options", "least"),
     [
-        ({"knowing": [0, 1], "evicted": 1, "mishaps": 1, "reported": True}, 200),
-        pytest.param({"knowing": [0, 1], "evicted": 0, "early": True}, 200, marks=LARGE),
+        ({"knowing": [0, 1], "evicted": 0, "early": True}, 200),
+        pytest.param(
+            {"knowing": [0, 1], "evicted": 1, "mishaps": 1, "reported": True}, 200, marks=LARGE
+        ),
         ({"knowing": [LEADER], "evicted": LEADER, "processes": 3, "reported": True}, 200),
     ],
 )
@@ -111,6 +115,33 @@ def test_an_evicted_leader_may_leave_at_any_moment_and_the_others_decide(knowing
     assert len(worlds) > 100
     for world in worlds[::8]:
         assert sum(model.settle(model.die(world, LEADER)).up) == 2
+
+
+@pytest.mark.usefixtures("_short_terms")
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"evicted": 1 - LEADER % 2},
+        pytest.param({"evicted": 0, "processes": 3, "reported": True}, marks=LARGE),
+        pytest.param({"evicted": 1, "mishaps": 1}, marks=LARGE),
+    ],
+)
+def test_no_leader_proposes_a_member_that_was_evicted_while_its_group_reduced(options):
+    """An honest one would be counted as having broken a rule."""
+    assert len(RoundAfterOrder(**options).explore()) > 100
+
+
+@pytest.mark.parametrize("rule", ["_has_evicted", "_form"])
+def test_an_early_group_with_an_evicted_member_is_given_up(monkeypatch, rule):
+    if rule == "_has_evicted":
+        monkeypatch.setattr(Round, rule, lambda self, view: False)
+    else:
+        form = Round._form
+        monkeypatch.setattr(
+            Round, rule, lambda self, view: form(self, replace(view, evicted=frozenset()))
+        )
+    with pytest.raises(Broken, match="member that is out"):
+        RoundAfterOrder(evicted=1 - LEADER % 2).explore()
 
 
 def expect_broken(match, **options):

@@ -79,7 +79,7 @@ def expect_without(peers: Sequence[SwarmPeer], out: SwarmPeer, since: int) -> No
 
 # faults
 
-LIMIT_S = 20.0
+LIMIT_S = 12.0
 """until an order is decided after a fault: two leaders that do not answer, one after the other"""
 LONGER_THAN_AN_ORDER = 400
 

@@ -171,8 +171,9 @@ class SwarmPeer:
             self.identity.peer_id, uplink_bytes_s=rate, downlink_bytes_s=rate
         )
         self.roster = self.swarm.board.roster(self.identity.peer_id)
+        module = replace(self.swarm.module)  # each has rules of its own: orders change their codec
         core = Replica(
-            self.swarm.module,
+            module,
             store,
             verify=verify,
             verify_run=verify_run,
@@ -187,7 +188,7 @@ class SwarmPeer:
             transport=self.transport,
             roster=self.roster,
             replica=self.replica,
-            replay=self.swarm.replay,
+            replay=module.replay,
             scalars=lambda position: (0.5, 0.5),
             settings=self.swarm.settings,
             compute=inline,

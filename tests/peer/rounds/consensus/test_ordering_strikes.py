@@ -85,6 +85,12 @@ def test_orders_survive_a_fault_at_a_message(tmp_path, name, message):
     assert strike_orders(tmp_path / "swarm", ORDERS[name], message, kind, end) is not None
 
 
+def test_a_leader_that_failed_and_answers_holds_up_no_order(tmp_path):
+    """One acceptor is frozen, the other was an entry behind when the leader proposed."""
+    took_s = strike_orders(tmp_path / "swarm", ORDERS["rotate"], 15, "freeze", 0)
+    assert took_s is not None and took_s < 8.0
+
+
 @pytest.mark.exhaustive
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize(("kind", "end"), KINDS)

@@ -104,9 +104,10 @@ class Model:
         *,
         leaving: bool = False,
         passing: Collection[int] = (),
+        place: Place = HERE,
     ) -> None:
         """`passing`: attempts that pass over what no quorum accepted, whenever they may."""
-        self.passing = passing
+        self.passing, self.place = passing, place
         self.passed_over = 0
         self.electorate = tuple(elector(i, 0) for i in range(electors))
         self.attempts, self.mishaps, self.leaving = attempts, mishaps, leaving
@@ -120,7 +121,7 @@ class Model:
         self._changes: dict[tuple[object, ...], Change] = {}
 
     def leader(self, attempt: int) -> Elector:
-        return machine.leader_of(self.electorate, HERE.position, machine.term_of(attempt))
+        return machine.leader_of(self.electorate, self.place.position, machine.term_of(attempt))
 
     def explore(self) -> set[State]:
         """Every reachable state.
@@ -188,8 +189,8 @@ class Model:
         if value not in self._entries:
             self._entries[value] = Entry(
                 run_id=b"r" * 32,
-                epoch=HERE.epoch,
-                position=HERE.position,
+                epoch=self.place.epoch,
+                position=self.place.position,
                 kind="null",
                 previous_chain=b"c" * 32,
                 fragment=0,
@@ -244,24 +245,25 @@ class Model:
         return self._changes[key]
 
     def _begin(self, index: int, process: Process, attempt: int) -> Change:
-        leads = Leads(elector(index, process.incarnation))
+        leads, electorate = Leads(elector(index, process.incarnation)), self.electorate_of(index)
         try:
             for led in process.leads:
-                leads.begin(HERE, led.attempt, self.electorate)
-            proposer = leads.begin(HERE, attempt, self.electorate)
+                leads.begin(self.place, led.attempt, electorate)
+            proposer = leads.begin(self.place, attempt, electorate)
         except Refused:
             return None
-        return self._lead_on(process, proposer)
+        return self._lead_on(index, process, proposer)
 
     def _take_promise(self, index: int, process: Process, promise: Message) -> Change:
         """A promise reaches the leader that asked, if its process still runs."""
         for led in process.leads:
             if led.attempt == promise.attempt and led.chosen is None:
-                proposer = Proposer(attempt=led.attempt, electors=len(self.electorate))
+                electors = len(self.electorate_of(index))
+                proposer = Proposer(attempt=led.attempt, electors=electors)
                 for voter, told in (*led.promises, (promise.elector, promise.told)):
                     proposer.promise(voter, as_accepted(told))
                 return (
-                    self._lead_on(process, proposer)
+                    self._lead_on(index, process, proposer)
                     if proposer.free and not self._waits(proposer)
                     else (with_lead(process, proposer), None)
                 )
@@ -282,26 +284,38 @@ class Model:
             proposer.pass_over()
             self.passed_over += 1
 
-    def _lead_on(self, process: Process, proposer: Proposer) -> Change:
+    def _lead_on(self, index: int, process: Process, proposer: Proposer) -> Change:
         """Choose and propose as soon as that is allowed; each process has a value of its own."""
         sent = Message("prepare", proposer.attempt)
         if proposer.free:
             self._pass_over(proposer)
-            own = proposer.attempt + 64 * process.incarnation
+            own = self._own(index, proposer.attempt, process.incarnation)
             chosen = as_value(proposer.choose(as_entry(own)))
             sent = Message("propose", proposer.attempt, chosen)
         return with_lead(process, proposer), sent
 
+    def electorate_of(self, index: int) -> tuple[Elector, ...]:
+        """Who votes here, as one process takes it."""
+        return self.electorate
+
+    def _own(self, index: int, attempt: int, incarnation: int) -> int:
+        """The value that a process proposes if the choice is free."""
+        return attempt + 64 * incarnation
+
+    def _sender(self, ask: Message) -> str:
+        return self.electorate[self.leaders[ask.attempt]].peer_id
+
     def _answer(self, index: int, process: Process, ask: Message) -> Change:
         """A leader's message reaches an elector, who answers if the rules let it."""
-        booth = restored(process, elector(index, process.incarnation), self.electorate)
-        leader = self.electorate[self.leaders[ask.attempt]].peer_id
+        me = elector(index, process.incarnation)
+        booth = restored(process, me, self.electorate_of(index), self.place)
+        leader = self._sender(ask)
         try:
             if ask.kind == "prepare":
-                told = as_told(booth.prepare(leader, HERE, ask.attempt))
+                told = as_told(booth.prepare(leader, self.place, ask.attempt))
                 reply = Message("promise", ask.attempt, elector=index, told=told)
             else:
-                booth.accept(leader, HERE, ask.attempt, as_entry(ask.value))
+                booth.accept(leader, self.place, ask.attempt, as_entry(ask.value))
                 reply = Message("vote", ask.attempt, ask.value, index)
         except Refused:
             return None
@@ -344,7 +358,7 @@ class Model:
         intact = [i for i, p in enumerate(state.processes) if not (p.incarnation or p.returned)]
         attempt = next(a for a in self.further if self.leaders[a] in intact)
         leader = self.electorate[self.leaders[attempt]]
-        proposer = Leads(leader).begin(HERE, attempt, self.electorate)
+        proposer = Leads(leader).begin(self.place, attempt, self.electorate)
         processes = list(state.processes)
         for index in intact:
             change = self._answer(index, processes[index], Message("prepare", attempt))
@@ -384,17 +398,19 @@ def as_accepted(told: Told) -> Accepted | None:
     return Accepted(attempt=told[0], entry=as_entry(told[1])) if told else None
 
 
-def restored(process: Process, me: Elector, electorate: tuple[Elector, ...]) -> Booth:
+def restored(
+    process: Process, me: Elector, electorate: tuple[Elector, ...], place: Place = HERE
+) -> Booth:
     """The booth as this process left it."""
     booth = Booth(me)
     if process.retiring:
         booth.retire()
-    booth.turn(HERE, electorate)
+    booth.turn(place, electorate)
     booth.acceptor.promised = process.promised
     booth.acceptor.accepted = as_accepted(process.accepted)
     if process.returned:
-        booth.turn(NEXT, electorate)
-        booth.turn(HERE, electorate)
+        booth.turn(Place(place.epoch, place.position + 1), electorate)
+        booth.turn(place, electorate)
     return booth
 
 

@@ -723,18 +723,18 @@ class Vector(nn.Module):
         self.register_buffer("seen", torch.zeros(3))
 
 
-def vector_worker(reducer) -> Worker:
+def vector_worker(reducer, *, cut: bool = True) -> Worker:
     model = Vector()
-    if distributed.is_initialized():
+    if cut and distributed.is_initialized():
         fully_shard(model, mesh=init_device_mesh("cpu", (distributed.get_world_size(),)))
     inner = torch.optim.AdamW(model.parameters(), lr=0.25, foreach=False)
     return reducer.method.worker(model, inner, reducer, inner_steps=2)
 
 
-def vector_step(worker) -> None:
+def vector_step(worker, *, tokens: int = 100) -> None:
     worker.model.w.grad = torch.zeros_like(worker.model.w)
     put_whole_(worker.model.w.grad, torch.linspace(-1, 1, NUMEL))
-    worker.step(tokens=100, loss=1.0)
+    worker.step(tokens=tokens, loss=1.0)
 
 
 @contextmanager

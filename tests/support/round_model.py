@@ -113,6 +113,8 @@ class World(NamedTuple):
     """of a joint world, by process: the term whose leader it reports to, and how far it came"""
     known: frozenset[int] = frozenset()
     """of a joint world: processes that know the decision"""
+    ordered: bool = False
+    """an order has come to those that hear of it (`ordered_model`)"""
 
 
 class Session(IntEnum):
@@ -527,8 +529,11 @@ class RoundModel:
         ready = set(current.live)
         quorum = self._is_quorum([int(peer[1:]) for peer in ready])
         waited = world.now >= (GRACE_S if quorum else machine.ALONE_GRACES * GRACE_S)
-        if current.expected is None or not (set(current.expected) <= ready or waited):
+        if current.expected is None or not (self._awaited(world, current) <= ready or waited):
             raise Broken(f"closed too early, with {sorted(ready)} at {world.now} s")
+
+    def _awaited(self, world: World, current: Round) -> set[str]:
+        return set(current.expected or ())
 
     def _propose(self, world: World, leader: int, action: SendProposal) -> World:
         if not world.turn:
@@ -537,6 +542,8 @@ class RoundModel:
         number = self._number_of(entry.encode())
         if entry.kind == "update":
             self._check_update(entry)
+        elif entry.kind == "control":
+            self._check_control(world, leader, entry)
         elif all(ask.entry != number for ask in world.asks):  # else it may be bound to it
             if current.live and world.now <= DEADLINE_S:
                 raise Broken(f"gave up at {world.now} s, with {current.live} there")
@@ -553,6 +560,9 @@ class RoundModel:
             owner = int(entry.members[part.owner].peer_id[1:])
             if part.digest != self._done[index, part.generation, owner].digest:
                 raise Broken(f"part {index} is not of its owner's generation {part.generation}")
+
+    def _check_control(self, world: World, leader: int, entry: Entry) -> None:
+        raise Broken("proposed an order that nobody gave")
 
     def _check_decided(self, action: Decide) -> None:
         try:

@@ -32,8 +32,16 @@ from atoll.optim.log.entry import (
     genesis_chain,
     sha256,
 )
-from atoll.optim.log.orders import Change, Order, sign_order
-from atoll.optim.log.replica import LiveReplica, Module, Recovered, RecoveryError, Replay, Replica
+from atoll.optim.log.orders import Change, Order, RunSettings, read_settings, sign_order
+from atoll.optim.log.replica import (
+    LiveReplica,
+    Module,
+    Recovered,
+    RecoveryError,
+    Replay,
+    Replica,
+    with_codec,
+)
 from atoll.optim.log.store import LogStore
 from atoll.optim.reduction.contribution import Offer, work_weight
 from atoll.optim.reduction.robust import Rule
@@ -144,6 +152,8 @@ class SwarmPeer:
     """what an elector remembers over a restart; None: nothing"""
     seen: int = 0
     """positions that it ever applied: it may go back and through them again"""
+    codec: str | None = None
+    """that orders have set, as far as the trainer has heard"""
 
     def __post_init__(self) -> None:
         numel = self.swarm.layout.numel
@@ -161,8 +171,9 @@ class SwarmPeer:
             self.identity.peer_id, uplink_bytes_s=rate, downlink_bytes_s=rate
         )
         self.roster = self.swarm.board.roster(self.identity.peer_id)
+        module = replace(self.swarm.module)  # each has rules of its own: orders change their codec
         core = Replica(
-            self.swarm.module,
+            module,
             store,
             verify=verify,
             verify_run=verify_run,
@@ -177,7 +188,7 @@ class SwarmPeer:
             transport=self.transport,
             roster=self.roster,
             replica=self.replica,
-            replay=self.swarm.replay,
+            replay=module.replay,
             scalars=lambda position: (0.5, 0.5),
             settings=self.swarm.settings,
             compute=inline,
@@ -237,8 +248,19 @@ class SwarmPeer:
         for feedback in self.feedbacks:
             feedback.reset()
         self.under_way.clear()
+        self._follow(self.replica.settings)
         self._begin_windows(fresh=True)
         self.decided.set()
+
+    def _follow(self, settings: RunSettings) -> None:
+        """Encode in the codec that orders have set."""
+        if settings.codec != self.codec:
+            self.codec = settings.codec
+            chosen = with_codec(self.swarm.replay.method, self.codec).codec
+            for feedback in self.feedbacks:
+                feedback.use_codec(chosen)
+            self.under_way.clear()
+            self.decided.set()
 
     async def start(self, record: bytes | None = None) -> None:
         self.rounds.serve()
@@ -312,16 +334,18 @@ class SwarmPeer:
         self.latest[fragment] = delta_F
         if turn >= self.seen and (weight or turn not in self.offers):
             self.offers[turn] = delta_F  # one that weighs nothing is in no mean
-        self.rounds.offer(
-            OfferedWindow(
-                number=self.windows,
-                fragment=fragment,
-                offer=offer,
-                tokens=1280,
-                steps=10,
-                loss=2.0,
+        if self.codec == self.replica.settings.codec:  # else it is given up with the next entry
+            self.rounds.offer(
+                OfferedWindow(
+                    number=self.windows,
+                    fragment=fragment,
+                    offer=offer,
+                    tokens=1280,
+                    steps=10,
+                    loss=2.0,
+                    codec=self.codec,
+                )
             )
-        )
 
     def _on_settled(self, settled: Settled) -> None:
         self.settled.append(settled)
@@ -336,6 +360,7 @@ class SwarmPeer:
             self.decided.set()
         for part, lost_N in settled.credits:
             self.feedbacks[entry.fragment].owner_credit(part, lost_N)
+        self._follow(read_settings(entry.settings))
 
     def _count(self, index: int, open_: Open, included: Tensor) -> None:
         update_F = self.settled[-1].applied.update_F

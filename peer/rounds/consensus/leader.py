@@ -653,6 +653,7 @@ class Leadership:
             view,
             control=self._control(),
             takes_updates=settings.takes_updates(self.place.position),
+            evicted=frozenset(settings.evicted),
         )
         if parts is None:
             return view

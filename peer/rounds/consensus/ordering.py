@@ -3,8 +3,8 @@
 The leader of a position that knows the next order proposes it in place of a group
 (`consensus/round.py`). Usually its members' reports begin its term. In a paused run nobody reports,
 so an elector that knows the order begins its own terms by itself: the first one at once, a later
-one when the leaders before it do not answer, or have had their time. Until then it passes the order
-on to the leader whose term it is, which may be out of touch with the coordinator.
+one when the leaders before it do not answer, have given up, or have had their time. Until then it
+passes the order on to the leader whose term it is, which may be out of touch with the coordinator.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from atoll.peer.rounds.consensus.leader import Leading
 from atoll.peer.rounds.consensus.round import Place, leader_of
 from atoll.peer.rounds.consensus.voter import Voter
 from atoll.peer.rounds.context import Context, ask_head
+from atoll.peer.rounds.messages import Head
 
 LOOK_S = 1.0  # how often the leaders before are asked whether they are there
 
@@ -95,16 +96,20 @@ class Ordering:
         return own
 
     async def _is_due(self, place: Place, term: int, since: float) -> bool:
-        """Return whether the leaders of the terms before do not answer, or have had their time."""
+        """Return whether the terms before are over: had their time, or are led no more."""
         ctx, skipped = self._ctx, self._ctx.skipped_terms(place.position)
         before = [each for each in range(self._voter.term, term) if each not in skipped]
         if ctx.now() >= since + sum(self._voter.time_s(each) for each in before):
             return True
-        electorate = ctx.replica.electorate
-        leaders = {leader_of(electorate, place.position, each).peer_id for each in before}
-        asked = sorted(leaders - {ctx.me.peer_id})
-        heads = await together(*(ask_head(ctx, peer) for peer in asked))
-        return leaders == set(asked) and not any(heads)
+        electorate, me = ctx.replica.electorate, ctx.me.peer_id
+        leaders = {each: leader_of(electorate, place.position, each).peer_id for each in before}
+        asked = sorted(set(leaders.values()) - {me})
+        heads = dict(zip(asked, await together(*(ask_head(ctx, p) for p in asked)), strict=True))
+        own_term = self._voter.open_term
+        return all(
+            own_term > each if peer == me else _is_led_no_more(heads[peer], place, each)
+            for each, peer in leaders.items()
+        )
 
     async def _pass_on(self, place: Place) -> None:
         """Pass the order on to the leader whose term it is."""
@@ -116,3 +121,12 @@ class Ordering:
             return
         with suppress(TransportError, LogError):
             await ctx.transport.call(leader, "order", order, timeout_s=ctx.settings.stall_s)
+
+
+def _is_led_no_more(head: Head | None, place: Place, term: int) -> bool:
+    """Return whether a term's leader does not answer, or has given the term up.
+
+    One that failed, as its acceptors were behind, lives on, and comes back to the position only
+    when all others have had their turn.
+    """
+    return head is None or ((head.epoch, head.position) == place and head.open_term > term)

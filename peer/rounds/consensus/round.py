@@ -720,6 +720,8 @@ class LeaderView:
     """the entry that brings an order, if one waits and this is the turn"""
     takes_updates: bool = True
     """whether an update may be decided there: the run is neither paused nor over"""
+    evicted: frozenset[str] = frozenset()
+    """peers that orders have put out: no entry may have them as members"""
 
 
 # Events
@@ -1157,6 +1159,8 @@ class Round:
         is_passed = view.promised_term > self.term and not self._has_quorum(view)
         if self.state in WITHOUT_GROUP and is_passed:
             return self._fail(f"term {view.promised_term} is under way")
+        if self._has_evicted(view):
+            return self._fail("a member of the group was evicted")
         if view.control is not None and self._may_order(view):
             return self._propose_order(view.control, view)
         match self.state:
@@ -1235,6 +1239,15 @@ class Round:
 
     # the group
 
+    def _has_evicted(self, view: LeaderView) -> bool:
+        """Return whether a group that was closed before the turn has a member that is out now.
+
+        Nobody votes for an entry with such a member, and whoever proposes it breaks a rule.
+        """
+        if self.group is None or self.state not in BEFORE_PROPOSAL:
+            return False
+        return any(member.peer_id in view.evicted for member in self.group.members)
+
     def _has_quorum(self, view: LeaderView) -> bool:
         """Return whether a quorum of the electors is ready, or with keepers, of the trainers."""
         if self._rules.electors == "keepers":
@@ -1246,16 +1259,17 @@ class Round:
         )
 
     def _form(self, view: LeaderView) -> list[Action]:
-        live = self.live
+        live = [peer for peer in self.live if peer not in view.evicted]
         self._first_at = (self._first_at or view.now) if live else None
         self._quorum_at = (self._quorum_at or view.now) if self._has_quorum(view) else None
         if self.expected is None or not live:
             return []
         electors = {elector.peer_id for elector in self.electorate(view)}
+        expected = {p: at for p, at in self.expected.items() if p not in view.evicted}
         rendezvous = Rendezvous(
             ready=live,
-            expected=self.expected,
-            awaited=set(self.expected) if self._rules.electors == "keepers" else electors,
+            expected=expected,
+            awaited=set(expected) if self._rules.electors == "keepers" else electors,
             opened_at=view.opened_at if view.turn else math.inf,
             last_s=view.last_s,
             first_ready_at=self._first_at if self._first_at is not None else view.now,
@@ -1268,7 +1282,7 @@ class Round:
         ready = {peer: self._reports[peer] for peer in live}
         self.group = self._rules.form(ready)
         self.parts = Parts(self.group, self._rules.cells, now=view.now)
-        self.left_out = {peer: "not ready in time" for peer in self.expected if peer not in ready}
+        self.left_out = {peer: "not ready in time" for peer in expected if peer not in ready}
         self.state = RoundState.REDUCING
         uplinks = {peer: one.report.uplink_mbit_s for peer, one in ready.items()}
         due = {peer for peer, at in self._promised.items() if at <= view.now}

@@ -3,6 +3,7 @@
 import pytest
 
 from atoll.optim import methods
+from support.rank_orders import orders_beside_one_process
 from support.rank_work import METHODS, MOST_METHODS, some_methods, train_and_save, with_methods
 from support.ranks import on_ranks
 
@@ -40,3 +41,7 @@ def test_more_ranks_whose_ranges_are_uneven_do_too(world, tmp_path):
 def test_other_numbers_of_ranks_resume_in_the_same_bits(spec, tmp_path):
     on_ranks(2, train_and_save, spec, range(5), tmp_path, folder=tmp_path)
     on_ranks(3, train_and_save, spec, range(5, 8), tmp_path, folder=tmp_path)
+
+
+def test_ranks_follow_orders_at_one_position_in_the_same_bits(tmp_path):
+    on_ranks(2, orders_beside_one_process, tmp_path, folder=tmp_path)

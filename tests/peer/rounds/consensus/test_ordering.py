@@ -1,11 +1,7 @@
 """Orders in whole rounds: everybody switches at one position, whoever leads, dies or is away."""
 
 import asyncio
-import shutil
 
-import pytest
-
-from atoll.optim.log.entry import Entry
 from atoll.optim.log.orders import (
     EvictPeer,
     PauseRun,
@@ -15,39 +11,17 @@ from atoll.optim.log.orders import (
     SetOuterRate,
     SetReducer,
     StopRun,
-    read_order,
 )
 from atoll.optim.reduction.robust import median
 from atoll.peer.rounds.allreduce import sides
 from atoll.peer.rounds.allreduce.reduction import PartReducer
-from atoll.peer.rounds.consensus.round import leader_of
-from support.strikes import KINDS, Strike, expect_no_work_lost
-from support.swarm import SMALL, order_of, reached, run_swarm
+from support.orders import entries, expect_without, give, id_of, is_decided, leader_at
+from support.strikes import expect_no_work_lost
+from support.swarm import SMALL, reached, run_swarm
 
 
 def run(folder, scenario, **options):
     return run_swarm(folder, scenario, **({"layout": SMALL} | options))
-
-
-def entries(peer):
-    records = peer.replica.store.headers(0, peer.replica.position)
-    return [Entry.decode(record.entry) for record in records]
-
-
-def give(peers, number, change):
-    """Let the coordinator's answers to heartbeats bring an order to some peers."""
-    for peer in peers:
-        peer.rounds.ordering.take(order_of(number, change))
-
-
-def is_decided(peers, number):
-    return lambda: all(peer.replica.settings.number >= number for peer in peers)
-
-
-def leader(swarm, position):
-    electorate = swarm.peers[0].replica.electorate
-    elector = leader_of(electorate, position, 0)
-    return next(p for p in swarm.peers if p.ctx.me == elector)
 
 
 def test_an_order_is_decided_and_no_work_is_lost(tmp_path):
@@ -140,7 +114,7 @@ def test_the_leader_of_a_paused_run_dies_with_the_order(tmp_path):
         await swarm.until(lambda: reached(peers, 2))
         give(peers, 1, PauseRun())
         await swarm.until(is_decided(peers, 1))
-        victim = leader(swarm, peers[0].replica.position)
+        victim = leader_at(swarm, peers[0].replica.position)
         victim.kill()
         others = [peer for peer in peers if peer is not victim]
         give(others, 2, ResumeRun())
@@ -176,17 +150,6 @@ def test_a_peer_that_was_away_meets_the_orders_in_the_log(tmp_path):
         await swarm.until(lambda: reached([*peers, joiner], position + 8))
 
     run(tmp_path, scenario)
-
-
-def id_of(peer):
-    return peer.identity.peer_id
-
-
-def expect_without(peers, out, since):
-    """Expect that an evicted peer is in nothing that was decided since a position."""
-    for entry in entries(peers[0])[since:]:
-        assert id_of(out) not in {member.peer_id for member in entry.members}
-        assert id_of(out) not in {elector.peer_id for elector in entry.electorate}
 
 
 def test_an_evicted_peer_is_in_no_round_until_it_is_readmitted(tmp_path):
@@ -256,7 +219,7 @@ def test_a_leader_that_is_evicted_is_out_with_its_own_round(tmp_path):
 
         def note(peer, phase, position):
             if phase == "reduce" and not given:
-                given.append(leader(swarm, position))
+                given.append(leader_at(swarm, position))
                 order = EvictPeer(peer_id=id_of(given[0]))
                 give([p for p in peers if p is not given[0]], 1, order)
 
@@ -306,60 +269,6 @@ def test_the_last_elector_that_is_evicted_stays_until_an_epoch(tmp_path):
     run(tmp_path, scenario, electors="keepers")
 
 
-def strike_an_order(folder, message, kind, end):
-    """A fault at a message of the position at which all know an order; None if it has fewer."""
-
-    async def scenario(swarm):
-        peers = await swarm.start(3)
-        await swarm.until(lambda: reached(peers, 2))
-        give(peers, 1, PauseRun())
-        await swarm.until(is_decided(peers, 1))
-        strike = Strike(swarm, kind, message, end)
-        give(peers, 2, SetInnerSteps(value=7))
-        strike.arm()
-        await swarm.until(lambda: strike.at_s is not None or is_decided(peers, 2)())
-        if strike.at_s is None:
-            strike.disarm()
-            return None
-        alive = [peer for peer in peers if peer not in strike.killed]
-        others = [peer for peer in peers if peer not in strike.victims] or alive
-        await swarm.until(lambda: any(p.replica.settings.number == 2 for p in others))
-        took_s = swarm.now() - strike.at_s
-        strike.undo()
-        give(alive, 3, ResumeRun())
-        position = max(peer.replica.position for peer in alive)
-        await swarm.until(lambda: reached(alive, position + 3))
-        await asyncio.sleep(1.0)
-        assert swarm.same_bits(alive)
-        numbers = [read_order(e.order).number for e in entries(alive[0]) if e.order]
-        assert numbers == [1, 2, 3]
-        for peer in alive:
-            expect_no_work_lost(peer)
-        return took_s
-
-    return run(folder, scenario)
-
-
-@pytest.mark.parametrize("message", [1, 5, 9, 14])
-def test_an_order_survives_a_fault_at_a_message(tmp_path, message):
-    kind, end = KINDS[message % len(KINDS)]
-    assert strike_an_order(tmp_path, message, kind, end) is not None
-
-
-@pytest.mark.exhaustive
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize(("kind", "end"), KINDS)
-def test_an_order_survives_a_fault_at_every_message(tmp_path, kind, end):
-    struck = 0
-    for message in range(1, 60):
-        folder = tmp_path / str(message)
-        if strike_an_order(folder, message, kind, end) is None:
-            break
-        shutil.rmtree(folder)
-        struck += 1
-    assert 10 < struck < 59
-
-
 def test_keepers_that_withstand_liars_decide_orders(tmp_path):
     async def scenario(swarm):
         keepers = [swarm.add(role="keeper") for _ in range(4)]
@@ -368,7 +277,7 @@ def test_keepers_that_withstand_liars_decide_orders(tmp_path):
         give(keepers, 1, PauseRun())
         await swarm.until(is_decided(peers, 1))
         position = peers[0].replica.position
-        leader(swarm, position).kill()
+        leader_at(swarm, position).kill()
         alive = [peer for peer in peers if peer.transport.alive]
         give([peer for peer in keepers if peer in alive], 2, ResumeRun())
         await swarm.until(is_decided(alive, 2))

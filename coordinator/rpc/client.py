@@ -38,6 +38,7 @@ from atoll.coordinator.rpc.messages import (
 from atoll.coordinator.run.admission import AdmissionCheck, AdmissionRefused, Role
 from atoll.coordinator.run.eviction import Evictions, EvictionsInvalid
 from atoll.coordinator.run.invite import Invite
+from atoll.coordinator.run.releases import MAX_RELEASE_CHARS
 from atoll.coordinator.run.relocation import RelocationInvalid, Whereabouts
 from atoll.coordinator.run.spec import RunSpec, run_id
 from atoll.coordinator.run.spec_problems import SpecError
@@ -94,6 +95,8 @@ class Beat:
     """Signed records of peers, in answer to the heartbeat's question."""
     orders: tuple[bytes, ...] = ()
     """Signed orders of the organiser's that the coordinator's log lacks."""
+    version: str = ""
+    """Of Atoll, which the coordinator runs; empty from one that does not tell."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -308,6 +311,7 @@ class CoordinatorClient(StatusClient):
             finished=reply.finished,
             roster=reply.roster,
             orders=tuple(reply.orders)[:MAX_PENDING],
+            version=reply.version[:MAX_RELEASE_CHARS],
             heartbeat_s=min(max(reply.heartbeat_s, 0.1), MAX_HEARTBEAT_S),
         )
 

@@ -39,7 +39,7 @@ from atoll.coordinator.run.admission import AdmissionCheck, AdmissionRefused, Ro
 from atoll.coordinator.run.eviction import Evictions, EvictionsInvalid
 from atoll.coordinator.run.invite import Invite
 from atoll.coordinator.run.releases import MAX_RELEASE_CHARS
-from atoll.coordinator.run.relocation import RelocationInvalid, Whereabouts
+from atoll.coordinator.run.relocation import RelocationInvalid
 from atoll.coordinator.run.spec import RunSpec, run_id
 from atoll.coordinator.run.spec_problems import SpecError
 from atoll.coordinator.run.status import Event, PeerStatus, RoundReport
@@ -163,8 +163,6 @@ class CoordinatorClient(StatusClient):
         clock: Callable[[], float] = time.time,
     ) -> None:
         super().__init__(invite)
-        self.whereabouts = Whereabouts(invite)
-        """The coordinator's addresses, as it, or anybody else, has told them."""
         self.clock_offset_s = 0.0
         self.clock_error_s = 0.0
         """by how much that may be wrong at most: half of the call in which it was measured"""
@@ -206,16 +204,6 @@ class CoordinatorClient(StatusClient):
         """Take a list that an earlier process got; a damaged one is as good as none."""
         with suppress(BadReply):
             self._take_evicted(record)
-
-    @property
-    def addresses(self) -> Sequence[str]:
-        """'host:port' of the coordinator, in the order in which they are tried."""
-        return self.whereabouts.addresses
-
-    def recall_relocation(self, record: bytes) -> None:
-        """Take a relocation that an earlier process got; a damaged one is as good as none."""
-        with suppress(RelocationInvalid):
-            self.whereabouts.take(record)
 
     async def follow(self) -> None:
         """Connect to the newest address with the next call, unless this session is there."""

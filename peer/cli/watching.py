@@ -193,9 +193,9 @@ def own_peer(run_id: str) -> str:
 async def asking(invite: "Invite") -> "AsyncIterator[StatusClient]":
     """Yield a client of the coordinator and close it at the end."""
     from atoll.coordinator.rpc.channel import StatusClient
-    from atoll.peer.cli.organiser_key import viewer
+    from atoll.peer.cli.organiser_key import client_of
 
-    client = StatusClient(invite, viewer(invite.run_id))
+    client = client_of(StatusClient, invite)
     try:
         yield client
     finally:

@@ -19,6 +19,7 @@ from atoll.coordinator.catching_up import Recover
 from atoll.coordinator.gossip import FetchModel
 from atoll.coordinator.heads import AskHead
 from atoll.coordinator.relocating import OwnPlace
+from atoll.coordinator.run.files import KNOWN_FILE
 from atoll.coordinator.service.server import NodeRequest
 from atoll.dht.identity import Identity
 from atoll.dht.node import Node
@@ -109,7 +110,8 @@ class BootstrapNode:
         return b""
 
     def tell_place(self, place: OwnPlace) -> None:
-        """Let all peers know from now on where the coordinator is."""
+        """Let all peers know from now on where the coordinator is, and strangers who ask."""
+        self._node.notices.show = lambda: place.record
         self._tasks.spawn(self._tell(Relocations.of_coordinator(self._node, place)))
 
     async def direct_connections(self) -> dict[str, list[str]]:
@@ -166,7 +168,7 @@ class BootstrapNode:
 
 
 def _known_file(request: NodeRequest) -> Path:
-    return request.identity_path.with_name("node.known")
+    return request.identity_path.with_name(KNOWN_FILE)
 
 
 def remember(path: Path, addresses: Sequence[str]) -> None:

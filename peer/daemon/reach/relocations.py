@@ -6,6 +6,8 @@ with its coordinator asks others. One call does both, of either side::
 
     relocation    the caller's newest record, or nothing  ->  the other's, or nothing if it is equal
 
+Nodes also show it to strangers (`atoll.dht.notices`), as a newcomer with an old invite is one.
+
 A record counts by the run key's signature and its serial alone (`Whereabouts`), whoever sent it.
 Each is passed on once, so records that are shown again cause no traffic.
 """
@@ -20,13 +22,14 @@ from contextlib import suppress
 from typing import Protocol
 
 from atoll.coordinator.rpc.client import CoordinatorClient
+from atoll.coordinator.run.invite import MAX_BOOTSTRAP
 from atoll.coordinator.run.relocation import Relocation, RelocationInvalid
 from atoll.dht.node import Node
 from atoll.dht.refusals import RefusalCode
 from atoll.dht.roster import PeerRecord, RosterError
 from atoll.dht.tasks import together
 from atoll.dht.transport import Refused, Transport, TransportError
-from atoll.peer.daemon.membership import MAX_BOOTSTRAP, Enrolment
+from atoll.peer.daemon.membership import Enrolment
 from atoll.peer.daemon.reach.reachability import Reachability
 from atoll.peer.rounds.context import OnEvent
 
@@ -156,6 +159,7 @@ class Following:
         self._known = set(client.addresses)
         self._followed = b""
         self._exchange = Relocations(node.transport, client.whereabouts, peers)
+        node.notices.show = lambda: client.whereabouts.record
 
     async def keep(self) -> None:
         """Follow until cancelled."""

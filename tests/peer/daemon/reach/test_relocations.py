@@ -179,7 +179,10 @@ class Follower:
         self.whereabouts, self.is_reached = Whereabouts(INVITE), True
         self.addresses = self.whereabouts.addresses
         self.network = MemoryNetwork()
-        self.node = SimpleNamespace(transport=self.network.transport("me"), bootstrap=(OLD_NODE,))
+        self.node = SimpleNamespace(
+            transport=self.network.transport("me", notices=SimpleNamespace(show=bytes)),
+            bootstrap=(OLD_NODE,),
+        )
         self.following = Following(
             self,
             self.node,
@@ -201,8 +204,9 @@ def test_a_peer_keeps_a_new_record_before_it_follows():
     async def main():
         peer = Follower()
         await peer.following.look()
-        assert not peer.kept
+        assert not peer.kept and not peer.node.notices.show()
         peer.whereabouts.take(record())
+        assert peer.node.notices.show() == record()  # to strangers, who may have an old invite
         for _ in range(3):
             await peer.following.look()
         assert peer.kept == [(record(), (NEW_NODE,))] and peer.reconnected == 1

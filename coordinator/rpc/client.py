@@ -169,7 +169,9 @@ class CoordinatorClient(StatusClient):
         self.module = module
         """The module whose log this peer follows, or asks for; if empty, joining sets it."""
         self.before_chunk: Callable[[int], Awaitable[None]] = _at_once
-        """Awaited before each piece of a body, with its bytes: a link's owner may set a cap."""
+        """Awaited before each piece of a body is sent, with its bytes: a link may have a cap."""
+        self.after_chunk: Callable[[int], Awaitable[None]] = _at_once
+        """Awaited after each piece of a body or state came, with its bytes."""
         self._identity = identity
         self._role = role
         self._version = version
@@ -345,7 +347,7 @@ class CoordinatorClient(StatusClient):
                     f"entry {header.position}: expected a body of at most {max_body_bytes} bytes, "
                     f"got {header.body_bytes}"
                 )
-            body = await _read_body(replies, header.body_bytes) if bodies else None
+            body = await self._read_body(replies, header.body_bytes) if bodies else None
             yield FetchedEntry(
                 epoch=header.epoch,
                 position=header.position,
@@ -374,6 +376,7 @@ class CoordinatorClient(StatusClient):
             leaf = _expect(reply, "leaf")
             if len(leaf.data) > LEAF_BYTES:
                 raise BadReply(f"leaf {leaf.index}: expected at most {LEAF_BYTES} bytes")
+            await self.after_chunk(len(leaf.data))
             yield leaf.index, leaf.data
 
     async def fetch_tokenizer(self, *, sha256: str, size: int) -> bytes:
@@ -481,6 +484,19 @@ class CoordinatorClient(StatusClient):
 
         return await self._with_channel(call)
 
+    async def _read_body(self, replies: AsyncIterator[Any], size: int) -> bytes:
+        body = bytearray()
+        while len(body) < size:
+            reply = await anext(replies, None)
+            if reply is None:
+                raise BadReply(f"expected a body of {size} bytes, got {len(body)}")
+            chunk = _expect(reply, "chunk")
+            body += chunk
+            await self.after_chunk(len(chunk))
+        if len(body) != size:
+            raise BadReply(f"expected a body of {size} bytes, got {len(body)}")
+        return bytes(body)
+
 
 async def _at_once(num_bytes: int) -> None:
     pass
@@ -495,18 +511,6 @@ async def _reply(stream: Any, timeout_s: float) -> pb.PublishReply:  # noqa: ANN
     if reply is EOF:
         raise BadReply("the coordinator closed the stream without answering an entry")
     return reply  # type: ignore[no-any-return]
-
-
-async def _read_body(replies: AsyncIterator[Any], size: int) -> bytes:
-    body = bytearray()
-    while len(body) < size:
-        reply = await anext(replies, None)
-        if reply is None:
-            raise BadReply(f"expected a body of {size} bytes, got {len(body)}")
-        body += _expect(reply, "chunk")
-    if len(body) != size:
-        raise BadReply(f"expected a body of {size} bytes, got {len(body)}")
-    return bytes(body)
 
 
 def _expect(reply: Any, part: str) -> Any:  # noqa: ANN401

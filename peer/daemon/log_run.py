@@ -139,6 +139,7 @@ class LogRun:
         )
         self.ctx.link.cap(env.options.rates.most_mbit_s)
         env.client.before_chunk = self.ctx.link.outflow.take
+        env.client.after_chunk = self.ctx.link.inflow.take
         self._catching_up = CatchingUp(
             self.ctx,
             Recovery(

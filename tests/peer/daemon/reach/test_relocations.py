@@ -180,8 +180,9 @@ class Follower:
         self.addresses = self.whereabouts.addresses
         self.network = MemoryNetwork()
         self.node = SimpleNamespace(
-            transport=self.network.transport("me", notices=SimpleNamespace(show=bytes)),
+            transport=self.network.transport("me"),
             bootstrap=(OLD_NODE,),
+            notices=SimpleNamespace(show=bytes),
         )
         self.following = Following(
             self,

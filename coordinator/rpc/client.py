@@ -172,6 +172,8 @@ class CoordinatorClient(StatusClient):
         """Awaited before each piece of a body is sent, with its bytes: a link may have a cap."""
         self.after_chunk: Callable[[int], Awaitable[None]] = _at_once
         """Awaited after each piece of a body or state came, with its bytes."""
+        self.leaves_a_call = 1 << 30
+        """Leaves of a state to ask for at once: gRPC takes more than is read."""
         self._identity = identity
         self._role = role
         self._version = version
@@ -370,14 +372,19 @@ class CoordinatorClient(StatusClient):
         self, position: int, start: int = 0, count: int = 1 << 30
     ) -> AsyncIterator[tuple[int, bytes]]:
         """Yield a snapshot's leaves with their index, unverified; pass them to an `Assembly`."""
-        what = pb.LeafRange(position=position, start=start, count=count)
-        request = pb.FetchRequest(auth=self._auth(), module=self.module, leaves=what)
-        async for reply in self._stream_out("Fetch", request):
-            leaf = _expect(reply, "leaf")
-            if len(leaf.data) > LEAF_BYTES:
-                raise BadReply(f"leaf {leaf.index}: expected at most {LEAF_BYTES} bytes")
-            await self.after_chunk(len(leaf.data))
-            yield leaf.index, leaf.data
+        stop, is_there = start + count, True
+        while start < stop and is_there:
+            asked, is_there = min(stop - start, self.leaves_a_call), False
+            what = pb.LeafRange(position=position, start=start, count=asked)
+            request = pb.FetchRequest(auth=self._auth(), module=self.module, leaves=what)
+            async for reply in self._stream_out("Fetch", request):
+                leaf = _expect(reply, "leaf")
+                if len(leaf.data) > LEAF_BYTES:
+                    raise BadReply(f"leaf {leaf.index}: expected at most {LEAF_BYTES} bytes")
+                is_there = True
+                await self.after_chunk(len(leaf.data))
+                yield leaf.index, leaf.data
+            start += asked
 
     async def fetch_tokenizer(self, *, sha256: str, size: int) -> bytes:
         """Return the run's tokenizer file, checked against the spec's digest and size.

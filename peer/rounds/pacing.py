@@ -401,6 +401,11 @@ class Throttle:
         self.rate_mbit_s = math.inf
         self._free_at_s = 0.0
 
+    @property
+    def is_limited(self) -> bool:
+        """Return whether there is a limit."""
+        return math.isfinite(self.rate_mbit_s)
+
     async def take(self, num_bytes: int) -> None:
         """Wait until these bytes, and all before them, have had their time.
 

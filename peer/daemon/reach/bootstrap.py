@@ -39,6 +39,7 @@ REMEDY = (
     "pass another address with --dht-listen HOST:PORT, or set coordinator.dht_listen; port 0 takes "
     "any that is free"
 )
+ASK_EVERY = 15  # looks, half a minute, between questions whether another coordinator has followed
 LOOK_S = 10.0  # between two looks into the roster
 RENEWALS = 3  # in the life of an admission, so that two may be late
 
@@ -145,9 +146,11 @@ class BootstrapNode:
             self._node.transport.admission = self._request.admit(self._node.peer_id)
 
     async def _tell(self, relocations: Relocations) -> None:
+        num_looks = 0
         while True:
             with contextlib.suppress(RosterError, TransportError, TimeoutError, OSError):
-                await relocations.look()
+                await relocations.look(asks=num_looks % ASK_EVERY == 0)
+            num_looks += 1
             await asyncio.sleep(TELL_S)
 
     async def _remember(self) -> None:

@@ -56,7 +56,6 @@ from atoll.optim.log.entry import Verify
 EVENT_BURST = 64.0  # what a peer kept while the coordinator was away: two heartbeats' worth
 EVENTS_PER_S = 1.0  # far above what people can read
 _NONCE_BYTES = 32  # 8 of time, 8 random, 16 of the HMAC
-_SESSION = b"session %d" % PROTOCOL  # those of another protocol are none
 _SESSION_HEAD = struct.Struct(">QB")  # expiry, and whether the peer is a follower
 _MAC_BYTES = 32
 
@@ -124,7 +123,7 @@ class SessionTokens:
     def session(self, peer_id: str, expires_s: float, terms: SessionTerms) -> bytes:
         """Return the secret token of `peer_id`."""
         head = _SESSION_HEAD.pack(int(expires_s), terms.is_follower) + terms.invite.encode()
-        return head + self._mac(_SESSION, peer_id, head)
+        return head + self._mac(_session_use(), peer_id, head)
 
     def open(self, session: bytes, peer_id: str, now_s: float) -> SessionTerms | None:
         """Return what a token of `peer_id` says; None unless it is one, and current."""
@@ -132,7 +131,7 @@ class SessionTokens:
         if not _SESSION_HEAD.size <= size <= _SESSION_HEAD.size + MAX_INVITE_CHARS:
             return None
         head, mac = session[:size], session[size:]
-        if not hmac.compare_digest(mac, self._mac(_SESSION, peer_id, head)):
+        if not hmac.compare_digest(mac, self._mac(_session_use(), peer_id, head)):
             return None
         expires_s, is_follower = _SESSION_HEAD.unpack_from(head)
         invite = head[_SESSION_HEAD.size :].decode()
@@ -471,6 +470,11 @@ def _refusing() -> Iterator[None]:
         ) from None
     except InviteRefused as error:
         raise Refusal(RefusalStatus.PERMISSION_DENIED, str(error)) from None
+
+
+def _session_use() -> bytes:
+    """Return what a MAC of a session is for: sessions of another protocol are none."""
+    return b"session %d" % PROTOCOL
 
 
 def _release(theirs: str) -> str:

@@ -146,7 +146,7 @@ def test_a_session_of_another_protocol_is_none(
     peer = identity.peer_id
     session = control(tmp_path, clock, keys)._sessions.session(peer, 2000.0, SessionTerms())
     control(tmp_path, clock, keys).authenticate(peer, session)
-    monkeypatch.setattr(admission_control, "_SESSION", b"session %d" % (PROTOCOL + 1))
+    monkeypatch.setattr(admission_control, "PROTOCOL", PROTOCOL + 1)
     with pytest.raises(Refusal, match="join first"):
         control(tmp_path, clock, keys).authenticate(peer, session)
 

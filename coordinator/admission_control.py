@@ -47,6 +47,7 @@ from atoll.coordinator.run.invite_request import (
     pack_list,
 )
 from atoll.coordinator.run.keys import RunKeys
+from atoll.coordinator.run.releases import MAX_RELEASE_CHARS, is_newer
 from atoll.coordinator.run.sections import CoordinatorSection
 from atoll.coordinator.run.status import Event
 from atoll.dht.identity import short
@@ -96,7 +97,9 @@ class SessionTokens:
         session  u64 big-endian seconds of expiry | u8 1 of a follower, else 0 |
                  id of the invite, 0 to 16 characters | HMAC-SHA256
 
-    The HMACs cover the PeerID. As the secret is on disk, tokens outlive a restart.
+    The HMACs cover the PeerID, and those of sessions the protocol. As the secret is on disk, tokens
+    outlive a restart; but a peer of another protocol than the coordinator's has to join again, and
+    is refused with the reason.
     """
 
     def __init__(self, secret: bytes) -> None:
@@ -120,7 +123,7 @@ class SessionTokens:
     def session(self, peer_id: str, expires_s: float, terms: SessionTerms) -> bytes:
         """Return the secret token of `peer_id`."""
         head = _SESSION_HEAD.pack(int(expires_s), terms.is_follower) + terms.invite.encode()
-        return head + self._mac(b"session", peer_id, head)
+        return head + self._mac(_session_use(), peer_id, head)
 
     def open(self, session: bytes, peer_id: str, now_s: float) -> SessionTerms | None:
         """Return what a token of `peer_id` says; None unless it is one, and current."""
@@ -128,7 +131,7 @@ class SessionTokens:
         if not _SESSION_HEAD.size <= size <= _SESSION_HEAD.size + MAX_INVITE_CHARS:
             return None
         head, mac = session[:size], session[size:]
-        if not hmac.compare_digest(mac, self._mac(b"session", peer_id, head)):
+        if not hmac.compare_digest(mac, self._mac(_session_use(), peer_id, head)):
             return None
         expires_s, is_follower = _SESSION_HEAD.unpack_from(head)
         invite = head[_SESSION_HEAD.size :].decode()
@@ -226,7 +229,7 @@ class AdmissionControl:
         terms = self._expect_invited(request)
         self._note(request.peer_id, terms)
         role = self.role_of(request.peer_id, request.role)
-        text = f"joined as {role} (version {request.version[:32]})"  # anyone may claim anything
+        text = f"joined as {role} ({_release(request.version)})"  # anyone may claim anything
         self._events.add("info", request.peer_id, text)
         self._on_joined(request.peer_id)
         expires_s = self._clock() + self._admission_s()
@@ -467,6 +470,18 @@ def _refusing() -> Iterator[None]:
         ) from None
     except InviteRefused as error:
         raise Refusal(RefusalStatus.PERMISSION_DENIED, str(error)) from None
+
+
+def _session_use() -> bytes:
+    """Return what a MAC of a session is for: sessions of another protocol are none."""
+    return b"session %d" % PROTOCOL
+
+
+def _release(theirs: str) -> str:
+    """Return a peer's version as an organiser reads it; it may be anything."""
+    ours, theirs = version("atoll"), theirs[:MAX_RELEASE_CHARS]
+    newer = f", newer than the {ours} here" if is_newer(theirs, ours) else ""
+    return f"version {theirs}{newer}"
 
 
 def _expect_role(role: str) -> None:

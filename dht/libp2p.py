@@ -22,6 +22,7 @@ from typing import Any, TypeVar
 
 from atoll.dht.addresses import CIRCUIT, by_family, refused, relay_of
 from atoll.dht.arrivals import ArrivalMemory
+from atoll.dht.notices import NoticeBoard
 from atoll.dht.p2pd import Accept, P2pd, P2pdError, open_files
 from atoll.dht.relaying import Relaying
 from atoll.dht.strangers import Strangers
@@ -340,6 +341,7 @@ class LibP2PTransport:
         rng: random.Random | None = None,
         count_wire: Callable[[], WireTotals | None] = lambda: None,
         relaying: Relaying | None = None,
+        notices: NoticeBoard | None = None,
     ) -> None:
         """Create it; call `start` next.
 
@@ -351,6 +353,7 @@ class LibP2PTransport:
             rng: spreads dials.
             count_wire: returns the kernel's counters, or None.
             relaying: opens and accepts streams through third peers; without, there are none.
+            notices: shows strangers what they may know; without, they get nothing.
         """
         self.admission = admission
         self.handlers = Handlers(check, log_failure)
@@ -368,6 +371,7 @@ class LibP2PTransport:
         self._behind: set[str] = set()
         """peers that only a relay reaches"""
         self._relaying = relaying
+        self._notices = notices
         self._dialing: dict[str, asyncio.Lock] = {}
         self._strangers = Strangers()
         self._memory = ArrivalMemory()
@@ -389,6 +393,8 @@ class LibP2PTransport:
         if self._relaying is not None:
             self._relaying.bind(self._strangers, self._accept_relayed, self.doubt)
             accepts[self._relaying.protocol] = self._relaying.accept
+        if self._notices is not None:
+            accepts[self._notices.protocol] = self._notices.accept
         await self._daemon.listen(accepts)
 
     async def rebind(self, daemon: P2pd) -> None:

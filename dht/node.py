@@ -23,6 +23,7 @@ from atoll.dht.identity import Identity
 from atoll.dht.kademlia import WAIT_S as DHT_WAIT_S
 from atoll.dht.kademlia import Door, join
 from atoll.dht.libp2p import LibP2PTransport
+from atoll.dht.notices import NoticeBoard
 from atoll.dht.p2pd import P2pd, P2pdError, P2pdOptions
 from atoll.dht.punching import Punching
 from atoll.dht.relaying import Relaying
@@ -120,6 +121,7 @@ class Node:
         run_id: str,
         transport: LibP2PTransport,
         relaying: Relaying,
+        notices: NoticeBoard,
         dht: _Dht,
         door: Door,
         check: Check,
@@ -132,6 +134,7 @@ class Node:
         self.wire = wire
         self.transport = transport
         self.relaying = relaying
+        self.notices = notices
         self.relays: tuple[str, ...] = ()
         """Multiaddrs of the peers through which others reach us, if this one cannot be dialed."""
         self.seen: tuple[str, ...] = ()
@@ -207,6 +210,8 @@ class Node:
                 relay_mbit_s=relay_mbit_s,
             )
             undo.push_async_callback(relaying.close)
+            notices = NoticeBoard(run_id)
+            undo.push_async_callback(notices.close)
             transport = LibP2PTransport(
                 daemon,
                 run_id=run_id,
@@ -214,6 +219,7 @@ class Node:
                 check=check,
                 count_wire=wire.totals,
                 relaying=relaying,
+                notices=notices,
             )
             undo.push_async_callback(transport.close)
             await transport.start()
@@ -237,6 +243,7 @@ class Node:
                 run_id=run_id,
                 transport=transport,
                 relaying=relaying,
+                notices=notices,
                 dht=dht,
                 door=door,
                 check=check,
@@ -280,6 +287,7 @@ class Node:
                     await self.roster.leave()
         await self.transport.close()
         await self.relaying.close()
+        await self.notices.close()
         await self._dht.close()
         self._door.close()
         await self.daemon.close()

@@ -19,16 +19,12 @@ Errors::
 from __future__ import annotations
 
 import asyncio
-import fcntl
 import logging
 import os
 import resource
 import shutil
 import socket
-import stat
 import sys
-import tempfile
-import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -38,6 +34,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from atoll.dht.bindings import P2PD_PATH, Multiaddr, PeerID, p2pd_pb2
+from atoll.dht.folders import claim_folder
 from atoll.dht.identity import Identity
 from atoll.dht.tasks import end, race
 from atoll.dht.transport import PeerUnreachable
@@ -56,7 +53,6 @@ FOLDER_PREFIX = "atoll-p2pd-"
 # 128 MiB still more than 100. Near the limit up to half of p2pd's time is for garbage, so that the
 # coordinator of very many peers may want a higher one.
 DEFAULTS = {"GOLOG_LOG_LEVEL": "error", "GOMEMLIMIT": "96MiB"}
-LEFT_AFTER_S = 60.0  # a younger folder may not have its lock yet
 
 Control = tuple[socket.socket, Any]
 Accept = Callable[[str, socket.socket], None]
@@ -146,7 +142,7 @@ class P2pd:
         """
         raise_open_files()
         try:
-            folder, lock = claim_folder()
+            folder, lock = claim_folder(FOLDER_PREFIX)
         except OSError as error:
             raise P2pdError(f"cannot make a folder for p2pd: {error}") from error
         key = folder / "key"
@@ -409,30 +405,6 @@ def open_files() -> int:
     """Return how many files this process may have open."""
     soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     return sys.maxsize if soft == resource.RLIM_INFINITY else soft
-
-
-def claim_folder() -> tuple[Path, IO[bytes]]:
-    """Create a private folder for the sockets, with a lock that shows that its owner is alive.
-
-    Folders of ours that a SIGKILL left behind are removed: no process holds their locks.
-    """
-    for old in Path(tempfile.gettempdir()).glob(f"{FOLDER_PREFIX}*"):
-        with suppress(OSError):
-            _remove_if_left(old)
-    folder = Path(tempfile.mkdtemp(prefix=FOLDER_PREFIX))
-    lock = (folder / "lock").open("wb")
-    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    return folder, lock
-
-
-def _remove_if_left(folder: Path) -> None:
-    about = folder.lstat()
-    is_ours = stat.S_ISDIR(about.st_mode) and about.st_uid == os.getuid()
-    if not is_ours or time.time() - about.st_mtime < LEFT_AFTER_S:
-        return  # anybody may make a folder or a link of this name
-    with (folder / "lock").open("rb+") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        shutil.rmtree(folder)
 
 
 def parse_address(address: str) -> Multiaddr:

@@ -61,6 +61,7 @@ SOAK_MODEL = "mini"  # 10.7M parameters
 SOAK_TOKENS = 32  # a step: all peers compute on this machine's cores
 MARKS = ("<!-- rows of nat.json -->", "<!-- end of rows -->")
 ATOLL = (sys.executable, "-m", "atoll.peer.cli.main")
+RUN_FILE = "RUN.toml"
 PEERS = 4
 ROUNDS = 8
 ROUNDS_AROUND = 12  # of a run in which a relay is killed, after a third of them
@@ -263,20 +264,24 @@ class Case:
 
     def start_coordinator(self, spec: RunSpec) -> None:
         """Start the run, and wait for its invite."""
-        path = self.folder / "RUN.toml"
-        path.write_text(template(spec))
+        (self.folder / RUN_FILE).write_text(template(spec))
+        self.run_coordinator()
+        wait_until(self.invite.exists, 60, self.words)
+
+    def run_coordinator(self) -> None:
+        """Start the coordinator of a run, for the first time or again."""
         options = ("--state-dir", self.folder / "state", "--invite-file", self.invite)
         if self.is_one_port:
             options += ("--one-port",)
-        self.start(0, "coordinator", "coordinator", path, *options)
-        wait_until(self.invite.exists, 60, self.words)
+        self.start(0, "coordinator", "coordinator", self.folder / RUN_FILE, *options)
 
-    def start_peer(self, host: int) -> None:
-        """Start the peer of a host, for the first time or again."""
+    def start_peer(self, host: int, *more: object) -> None:
+        """Start the peer of a host, for the first time or again, with more options."""
         name = f"peer-{host}"
         options = ("--yes", "--data", self.folder / "text.txt", "--device", "cpu", "--json")
         options += ("--name", name, "--allow-model", CUSTOM)
-        self.start(host, name, "peer", self.invite, *options, "--state-dir", self.folder / name)
+        options += ("--state-dir", self.folder / name, *more)
+        self.start(host, name, "peer", self.invite, *options)
 
     def start(self, host: int, name: str, *arguments: object) -> None:
         """Run a command of atoll on a host; its output goes to a file."""

@@ -108,19 +108,11 @@ class Chaos(Case):
 
     def begin(self) -> None:
         """Start everything, and wait until all peers train and a round was decided."""
-        self.run_coordinator(self.spec())
+        self.start_coordinator(self.spec())
         for host in range(1, self.peers + 1):
             self.run_peer(host)
         wait_until(lambda: self.training() == self.peers, FIRST_ROUND_S, self.words)
         wait_until(lambda: self.position() > 1, FIRST_ROUND_S, self.words)
-
-    def run_coordinator(self, spec: RunSpec | None = None) -> None:
-        """Start the coordinator, for the first time with the run's spec."""
-        if spec is not None:
-            self.start_coordinator(spec)
-            return
-        options = ("--state-dir", self.folder / "state", "--invite-file", self.invite)
-        self.start(0, "coordinator", "coordinator", self.folder / "RUN.toml", *options)
 
     def run_peer(self, host: int) -> None:
         """Start the peer of a host, for the first time or again."""

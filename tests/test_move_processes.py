@@ -1,14 +1,18 @@
 """Processes as people start them: the coordinator's directory goes on at another address."""
 
 import asyncio
+import dataclasses
 import socket
+import subprocess
 from pathlib import Path
 
 import pytest
 
+from atoll.coordinator.run.files import KNOWN_FILE
 from atoll.coordinator.run.invite import Invite
 from atoll.coordinator.run.status import RunStatus
-from atoll.peer.lab.children import Child
+from atoll.dht.addresses import peer_of
+from atoll.peer.lab.children import ATOLL, Child
 from support.child_runs import DEADLINE_S, PEER, status_when, until, write_spec
 
 pytestmark = [pytest.mark.exhaustive, pytest.mark.slow, pytest.mark.timeout(480)]
@@ -22,8 +26,21 @@ def free_address() -> str:
         return f"127.0.0.1:{free.getsockname()[1]}"
 
 
+async def entries(state: Path, coordinator: Child) -> tuple[str, ...]:
+    """Return what an invite lists beside the coordinator's node, once that knows the peers."""
+    await until((state / KNOWN_FILE).exists, coordinator)
+    words = [*ATOLL, "invite", str(state), "--entries", "2"]
+    out = await asyncio.to_thread(subprocess.check_output, words, text=True)
+    listed = Invite.decode(out).bootstrap
+    assert len({peer_of(address) for address in listed}) == 3
+    return listed
+
+
 async def hold(folder: Path, *, by_copies: bool) -> None:
-    """Move a run's coordinator under two trainers, restart one, and let another join."""
+    """Move a run's coordinator under two trainers, restart one, and let others join.
+
+    The last one has never been in the run, and an invite of before the move, which lists a trainer.
+    """
     copies, key = folder / "copies", folder / "first" / "recovery.key"
     spec = write_spec(folder, text=TEXT, run=RUN, round=ROUND)
     data = ("--data", folder / "text.txt")
@@ -70,6 +87,9 @@ async def hold(folder: Path, *, by_copies: bool) -> None:
             old,
             lambda now: len(online(now)) == 2 and now.copies and now.copies.position >= 2,
         )
+        with_entries = dataclasses.replace(
+            Invite.decode(old), bootstrap=await entries(folder / "first", first)
+        )
         await end(first)
         if by_copies:
             _, new = await coordinator("second", "--restore", copies, "--recovery-key", key)
@@ -90,12 +110,14 @@ async def hold(folder: Path, *, by_copies: bool) -> None:
         await seen(new, lambda now: "one" not in online(now))
         await trainer("one", old)
         await trainer("three", new)
+        await trainer("four", with_entries.encode())
+        all_of_them = {"one", "two", "three", "four"}
         await seen(
             new,
-            lambda now: (
-                now.position > after.position + 2 and online(now).keys() == {"one", "two", "three"}
-            ),
+            lambda now: now.position > after.position + 2 and online(now).keys() == all_of_them,
         )
+        told = (folder / "four.log").read_text()
+        assert f"nodes of the run say that it is at {Invite.decode(new).addresses[0]}" in told
     finally:
         for child in reversed(children):
             await child.stop()

@@ -14,15 +14,14 @@ from html import escape
 
 from atoll.coordinator.recorded import PastRun
 from atoll.coordinator.report.curves import Curve, compared, curves
+from atoll.coordinator.report.figures import figures, run_names, side_by_side
 from atoll.coordinator.report.pictures import drawn
 from atoll.coordinator.report.view import (
     IMPORTANT,
-    elapsed_seconds,
     event_text,
     label,
     names,
     naming,
-    round_seconds,
 )
 from atoll.coordinator.run.status import Event, ModuleStatus, PeerStatus, RoundSummary, RunStatus
 from atoll.coordinator.run.text import (
@@ -30,10 +29,7 @@ from atoll.coordinator.run.text import (
     clean,
     clock_time,
     count,
-    duration,
-    loss_text,
     percent,
-    short_hash,
     size,
 )
 
@@ -78,28 +74,16 @@ def page(status: RunStatus, rounds: Sequence[RoundSummary]) -> str:
 
 def comparison(runs: Sequence[PastRun]) -> str:
     """Return the page of several runs side by side."""
-    called = _names([run.status for run in runs])
+    called = run_names([run.status for run in runs])
     title = " and ".join(called)
-    figures = [_figures(run.status, run.rounds) for run in runs]
-    rows = [(each[0][0], *(value for _, value in each)) for each in zip(*figures, strict=True)]
     plots = compared({name: run.rounds for name, run in zip(called, runs, strict=True)})
     body = [
         f"<h1>{_text(title)}</h1>",
-        _table(("", *called), rows),
+        _table(("", *called), side_by_side(runs)),
         "<h2>Course</h2>",
         *(map(_picture, plots) if plots else ["<p>Too few rounds to plot.</p>"]),
     ]
     return _html(title, body)
-
-
-def _names(runs: Sequence[RunStatus]) -> list[str]:
-    """The names of runs, with a number where several have one."""
-    plain = [clean(run.run_name, num_max=40) for run in runs]
-    numbers = [plain[: i + 1].count(name) for i, name in enumerate(plain)]
-    return [
-        f"{name} ({number})" if plain.count(name) > 1 else name
-        for name, number in zip(plain, numbers, strict=True)
-    ]
 
 
 def _html(title: str, body: Iterable[str]) -> str:
@@ -128,28 +112,9 @@ def _subtitle(status: RunStatus) -> str:
 
 
 def _facts(status: RunStatus, rounds: Sequence[RoundSummary]) -> str:
-    told = _figures(status, rounds)
+    told = figures(status, rounds)
     rows = (f"<div><dt>{_text(name)}</dt><dd>{_text(value)}</dd></div>" for name, value in told)
     return f"<dl>{''.join(rows)}</dl>"
-
-
-def _figures(status: RunStatus, rounds: Sequence[RoundSummary]) -> Sequence[tuple[str, str]]:
-    planned = f" of {status.rounds_total:,}" if status.rounds_total else ""
-    sent = sum(row.wire_bytes for row in rounds)
-    pace = round_seconds(rounds)
-    return (
-        ("rounds", f"{status.position:,}{planned}"),
-        ("time", duration(elapsed_seconds(status))),
-        ("seconds a round", ABSENT if pace is None else f"{pace:.1f}"),
-        ("tokens", count(status.tokens_total)),
-        ("training loss", loss_text(status.loss)),
-        ("held-out loss", loss_text(status.valid_loss)),
-        ("parameters", count(status.params)),
-        ("method", f"{status.method}, H={status.inner_steps}"),
-        ("codec", status.codec),
-        ("sent by all peers", size(sent)),
-        ("hash chain", short_hash(status.chain)),
-    )
 
 
 def _picture(curve: Curve) -> str:

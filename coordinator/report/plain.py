@@ -11,8 +11,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from atoll.coordinator.report.feed import INTERVAL_S, Feed, FeedError, read, retry_s
+from atoll.coordinator.report.figures import run_names, side_by_side
 from atoll.coordinator.report.view import (
     IMPORTANT,
     apart,
@@ -47,6 +49,9 @@ from atoll.coordinator.run.status import (
     RunStatus,
     seconds_between,
 )
+
+if TYPE_CHECKING:
+    from atoll.coordinator.recorded import PastRun
 
 # A round is known before its members' reports on it, which come with the next heartbeats.
 TRACES_WITHIN_S = 3.0
@@ -305,6 +310,12 @@ def render_status(status: RunStatus) -> str:
     head = [f"{text.clean(status.run_name)} ({text.short_hash(status.run_id)})"]
     body = [f"  {name:<12} {value}" for name, value in facts]
     return "\n".join([*head, *body, *_stage_table(status), *_peer_table(status)])
+
+
+def render_comparison(runs: Sequence[PastRun]) -> str:
+    """Format several runs side by side, with the figures of the report that compares them."""
+    rows = [("", *run_names([run.status for run in runs])), *side_by_side(runs)]
+    return "\n".join(_aligned([tuple(map(text.clean, row)) for row in rows]))
 
 
 def _losses(status: RunStatus) -> str:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import suppress
 from typing import Any, TypeVar
 
 import grpc
@@ -34,6 +35,7 @@ from atoll.coordinator.rpc.messages import (
 from atoll.coordinator.rpc.tls import pinned_channel
 from atoll.coordinator.run.frames import decompress
 from atoll.coordinator.run.invite import Invite
+from atoll.coordinator.run.relocation import RelocationInvalid, Whereabouts
 from atoll.coordinator.run.status import RunStatus
 
 T = TypeVar("T")
@@ -51,6 +53,8 @@ class StatusClient:
     def __init__(self, invite: Invite, viewer: bytes = b"") -> None:
         """`viewer` is the secret by which an observer is known again, if it has one."""
         self.invite = invite
+        self.whereabouts = Whereabouts(invite)
+        """The coordinator's addresses, as it, or anybody else, has told them."""
         self._viewer = viewer
         self.is_reached = False
         """True if the coordinator answered the last call that has ended."""
@@ -140,7 +144,12 @@ class StatusClient:
     @property
     def addresses(self) -> Sequence[str]:
         """'host:port' of the coordinator, in the order in which they are tried."""
-        return self.invite.addresses
+        return self.whereabouts.addresses
+
+    def recall_relocation(self, record: bytes) -> None:
+        """Take a relocation that a process here once got; a damaged one is as good as none."""
+        with suppress(RelocationInvalid):
+            self.whereabouts.take(record)
 
     @property
     def _target(self) -> str:

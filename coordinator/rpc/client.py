@@ -38,7 +38,8 @@ from atoll.coordinator.rpc.messages import (
 from atoll.coordinator.run.admission import AdmissionCheck, AdmissionRefused, Role
 from atoll.coordinator.run.eviction import Evictions, EvictionsInvalid
 from atoll.coordinator.run.invite import Invite
-from atoll.coordinator.run.relocation import RelocationInvalid, Whereabouts
+from atoll.coordinator.run.releases import MAX_RELEASE_CHARS
+from atoll.coordinator.run.relocation import RelocationInvalid
 from atoll.coordinator.run.spec import RunSpec, run_id
 from atoll.coordinator.run.spec_problems import SpecError
 from atoll.coordinator.run.status import Event, PeerStatus, RoundReport
@@ -94,6 +95,8 @@ class Beat:
     """Signed records of peers, in answer to the heartbeat's question."""
     orders: tuple[bytes, ...] = ()
     """Signed orders of the organiser's that the coordinator's log lacks."""
+    version: str = ""
+    """Of Atoll, which the coordinator runs; empty from one that does not tell."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,15 +163,17 @@ class CoordinatorClient(StatusClient):
         clock: Callable[[], float] = time.time,
     ) -> None:
         super().__init__(invite)
-        self.whereabouts = Whereabouts(invite)
-        """The coordinator's addresses, as it, or anybody else, has told them."""
         self.clock_offset_s = 0.0
         self.clock_error_s = 0.0
         """by how much that may be wrong at most: half of the call in which it was measured"""
         self.module = module
         """The module whose log this peer follows, or asks for; if empty, joining sets it."""
         self.before_chunk: Callable[[int], Awaitable[None]] = _at_once
-        """Awaited before each piece of a body, with its bytes: a link's owner may set a cap."""
+        """Awaited before each piece of a body is sent, with its bytes: a link may have a cap."""
+        self.after_chunk: Callable[[int], Awaitable[None]] = _at_once
+        """Awaited after each piece of a body or state came, with its bytes."""
+        self.leaves_a_call = 1 << 30
+        """Leaves of a state to ask for at once: gRPC takes more than is read."""
         self._identity = identity
         self._role = role
         self._version = version
@@ -203,16 +208,6 @@ class CoordinatorClient(StatusClient):
         """Take a list that an earlier process got; a damaged one is as good as none."""
         with suppress(BadReply):
             self._take_evicted(record)
-
-    @property
-    def addresses(self) -> Sequence[str]:
-        """'host:port' of the coordinator, in the order in which they are tried."""
-        return self.whereabouts.addresses
-
-    def recall_relocation(self, record: bytes) -> None:
-        """Take a relocation that an earlier process got; a damaged one is as good as none."""
-        with suppress(RelocationInvalid):
-            self.whereabouts.take(record)
 
     async def follow(self) -> None:
         """Connect to the newest address with the next call, unless this session is there."""
@@ -308,6 +303,7 @@ class CoordinatorClient(StatusClient):
             finished=reply.finished,
             roster=reply.roster,
             orders=tuple(reply.orders)[:MAX_PENDING],
+            version=reply.version[:MAX_RELEASE_CHARS],
             heartbeat_s=min(max(reply.heartbeat_s, 0.1), MAX_HEARTBEAT_S),
         )
 
@@ -353,7 +349,7 @@ class CoordinatorClient(StatusClient):
                     f"entry {header.position}: expected a body of at most {max_body_bytes} bytes, "
                     f"got {header.body_bytes}"
                 )
-            body = await _read_body(replies, header.body_bytes) if bodies else None
+            body = await self._read_body(replies, header.body_bytes) if bodies else None
             yield FetchedEntry(
                 epoch=header.epoch,
                 position=header.position,
@@ -376,13 +372,19 @@ class CoordinatorClient(StatusClient):
         self, position: int, start: int = 0, count: int = 1 << 30
     ) -> AsyncIterator[tuple[int, bytes]]:
         """Yield a snapshot's leaves with their index, unverified; pass them to an `Assembly`."""
-        what = pb.LeafRange(position=position, start=start, count=count)
-        request = pb.FetchRequest(auth=self._auth(), module=self.module, leaves=what)
-        async for reply in self._stream_out("Fetch", request):
-            leaf = _expect(reply, "leaf")
-            if len(leaf.data) > LEAF_BYTES:
-                raise BadReply(f"leaf {leaf.index}: expected at most {LEAF_BYTES} bytes")
-            yield leaf.index, leaf.data
+        stop, is_there = start + count, True
+        while start < stop and is_there:
+            asked, is_there = min(stop - start, self.leaves_a_call), False
+            what = pb.LeafRange(position=position, start=start, count=asked)
+            request = pb.FetchRequest(auth=self._auth(), module=self.module, leaves=what)
+            async for reply in self._stream_out("Fetch", request):
+                leaf = _expect(reply, "leaf")
+                if len(leaf.data) > LEAF_BYTES:
+                    raise BadReply(f"leaf {leaf.index}: expected at most {LEAF_BYTES} bytes")
+                is_there = True
+                await self.after_chunk(len(leaf.data))
+                yield leaf.index, leaf.data
+            start += asked
 
     async def fetch_tokenizer(self, *, sha256: str, size: int) -> bytes:
         """Return the run's tokenizer file, checked against the spec's digest and size.
@@ -489,6 +491,19 @@ class CoordinatorClient(StatusClient):
 
         return await self._with_channel(call)
 
+    async def _read_body(self, replies: AsyncIterator[Any], size: int) -> bytes:
+        body = bytearray()
+        while len(body) < size:
+            reply = await anext(replies, None)
+            if reply is None:
+                raise BadReply(f"expected a body of {size} bytes, got {len(body)}")
+            chunk = _expect(reply, "chunk")
+            body += chunk
+            await self.after_chunk(len(chunk))
+        if len(body) != size:
+            raise BadReply(f"expected a body of {size} bytes, got {len(body)}")
+        return bytes(body)
+
 
 async def _at_once(num_bytes: int) -> None:
     pass
@@ -503,18 +518,6 @@ async def _reply(stream: Any, timeout_s: float) -> pb.PublishReply:  # noqa: ANN
     if reply is EOF:
         raise BadReply("the coordinator closed the stream without answering an entry")
     return reply  # type: ignore[no-any-return]
-
-
-async def _read_body(replies: AsyncIterator[Any], size: int) -> bytes:
-    body = bytearray()
-    while len(body) < size:
-        reply = await anext(replies, None)
-        if reply is None:
-            raise BadReply(f"expected a body of {size} bytes, got {len(body)}")
-        body += _expect(reply, "chunk")
-    if len(body) != size:
-        raise BadReply(f"expected a body of {size} bytes, got {len(body)}")
-    return bytes(body)
 
 
 def _expect(reply: Any, part: str) -> Any:  # noqa: ANN401

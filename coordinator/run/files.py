@@ -1,9 +1,15 @@
-"""Writing a small file so that a crash leaves the one of before, or the new one."""
+"""Files of a coordinator that others read too, and writing small ones.
+
+A crash leaves the file of before, or the new one.
+"""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
+
+KNOWN_FILE = "node.known"
+"""Last addresses of peers: the coordinator's node finds them again, and invites may list them."""
 
 
 def replace_private(path: Path, data: bytes) -> None:

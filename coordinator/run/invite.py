@@ -38,6 +38,7 @@ import msgpack
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
 VERSION = 1  # raised with a change of the fields: an older peer then names it
+MAX_BOOTSTRAP = 16
 MAX_CHARS = 8192  # 16 addresses and 16 multiaddrs of 200 characters fit
 _PREFIX = f"atoll{VERSION}"
 _CHECKSUM_BYTES = 6  # a damaged invite passes once in 2^48
@@ -78,7 +79,7 @@ class Invite:
     """The run's Ed25519 public key."""
     tls_sha256: _Digest
     """SHA-256 of the coordinator's certificate."""
-    bootstrap: Annotated[tuple[Multiaddr, ...], Field(max_length=16)] = ()
+    bootstrap: Annotated[tuple[Multiaddr, ...], Field(max_length=MAX_BOOTSTRAP)] = ()
     """Multiaddrs of DHT nodes through which a peer can join while the coordinator is away."""
     token: Annotated[bytes, Field(max_length=64)] = b""
 

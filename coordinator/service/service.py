@@ -17,6 +17,7 @@ import hashlib
 import logging
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator
+from importlib.metadata import version
 from typing import Any, TypeVar
 
 import grpc
@@ -78,6 +79,7 @@ class Service:
         """Returns gRPC's name of a caller with its true source, if we forward connections."""
         self._run = coordinator
         self._packed_tokenizer = tokenizer
+        self._version = version("atoll")
         self._receiving: dict[tuple[bytes, int], int] = {}
         """bytes of the bodies that are on their way, by log and position"""
         self._looking_back = asyncio.Lock()
@@ -252,6 +254,7 @@ class Service:
             evicted=_unless_known(self._run.admission.evicted(), request.evicted_sha256),
             orders=log.orders(),
             relocation=_unless_known(self._run.relocation, request.relocation_sha256),
+            version=self._version,
         )
 
     async def _order(self, request: pb.OrderRequest, call: _Call) -> pb.OrderReply:

@@ -420,8 +420,15 @@ class MemoryTransport:
             await self._awake()
 
     async def _awake(self) -> None:
-        """Return when this process may run: never if killed, at the thaw if frozen."""
+        """Return when this process may run: never if killed, at the thaw if frozen.
+
+        Work of a killed process that is cancelled, as at a test's end, ends: what it would still
+        say while it cleans up would wait here for another cancellation, each word for its own.
+        """
         if self._killed:
+            task = asyncio.current_task()
+            if task is not None and task.cancelling():
+                raise asyncio.CancelledError
             await _never()
         while (frozen := self.network._frozen.get(self.peer_id)) is not None:
             await frozen.wait()

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
     Manage = Callable[[IssuedInvite | None, str], list[ListedInvite]]
 
+MAX_ENTRIES = 8  # 90 characters each, in a string that people copy
 _UNITS_S = {"m": 60, "h": 3600, "d": 86_400, "w": 604_800}
 ROLES = ("trainer", "follower", "observer", "keeper")
 
@@ -50,6 +51,7 @@ def add_parser(subparsers: Subparsers) -> None:
         "atoll invite --role observer --expires 12h\n"
         "atoll invite INVITE --role follower --key backup/keys.json --json\n"
         "atoll invite RUN_STATE --list\n"
+        "atoll invite --uses 5 --entries 3\n"
         "atoll invite --revoke first",
     )
     parser.add_argument(
@@ -83,6 +85,15 @@ def add_parser(subparsers: Subparsers) -> None:
         help="Time until it expires, in m, h, d or w, as in 7d (default: never). A peer that has "
         "joined may return later; an observer may not.",
     )
+    parser.add_argument(
+        "--entries",
+        type=_entries,
+        default=0,
+        metavar="N",
+        help="Peers that others can dial, whose addresses the invite lists beside the "
+        f"coordinator's, at most {MAX_ENTRIES} (default: none). They show the way to whoever uses "
+        "it after the coordinator has moved. Whoever reads the invite reads their addresses.",
+    )
     other = parser.add_mutually_exclusive_group()
     other.add_argument("--list", action="store_true", help="List of the invites and their uses.")
     other.add_argument(
@@ -99,6 +110,7 @@ def run(args: argparse.Namespace) -> int:
     """Do what the arguments ask for."""
     from dataclasses import replace
 
+    from atoll.coordinator.run.invite import MAX_BOOTSTRAP
     from atoll.coordinator.run.issued_invite import new_invite
 
     given = find_run(None) if args.run is None else read_run(args.run)
@@ -115,6 +127,9 @@ def run(args: argparse.Namespace) -> int:
             _show(invites, as_json=args.json)
         return 0
     assert base is not None
+    if args.entries:
+        entries = _entries_at(given, args.entries)
+        base = replace(base, bootstrap=(*base.bootstrap, *entries)[:MAX_BOOTSTRAP])
     kind: Kind = args.role
     # A keeper votes, so an invite that leaks makes no more of them than the organiser meant.
     uses = args.uses or (1 if kind == "keeper" else 0)
@@ -131,6 +146,34 @@ def run(args: argparse.Namespace) -> int:
         _say(f"invite {issued.id}: {_limits(kind, uses, expires_s)}")
         print(invite, flush=True)
     return 0
+
+
+def _entries_at(given: Invite | Path | None, count: int) -> tuple[str, ...]:
+    """Return addresses of peers that the coordinator last knew and others can dial, one of each.
+
+    Raises:
+        WrongInvite: there are none.
+    """
+    from atoll.coordinator.run.files import KNOWN_FILE
+    from atoll.dht.addresses import peer_of, relay_of
+
+    if not isinstance(given, Path):
+        raise WrongInvite(
+            "--entries reads the coordinator's state directory, got an invite; run this on the "
+            "coordinator's machine, or omit it"
+        )
+    path = find_run(given) / KNOWN_FILE
+    known = path.read_text(encoding="utf-8").split() if path.exists() else []
+    by_peer = {peer_of(address): address for address in reversed(known) if not relay_of(address)}
+    found = tuple(reversed(by_peer.values()))[:count]
+    if not found:
+        raise WrongInvite(
+            "--entries: the coordinator knows no peer that others can dial; start a peer or "
+            "`atoll follow` on a machine with an open port, or omit it"
+        )
+    if len(found) < count:
+        _say(f"others can dial {len(found)} peers, and {count} were asked for")
+    return found
 
 
 def _by_files(folder: Path) -> Manage:
@@ -152,12 +195,12 @@ def _by_files(folder: Path) -> Manage:
 def _by_coordinator(invite: Invite, key: Path | None) -> Manage:
     """Return what asks a running coordinator, with the organiser's key."""
     from atoll.coordinator.rpc.invites import InvitesClient
-    from atoll.peer.cli.organiser_key import key_in_force, viewer
+    from atoll.peer.cli.organiser_key import client_of, key_in_force
     from atoll.peer.cli.run import patiently, standing_of
 
     async def ask(issue: IssuedInvite | None, revoked: str) -> list[ListedInvite]:
         organiser = key_in_force(invite, key, (await standing_of(invite)).settings)
-        client = InvitesClient(invite, viewer(invite.run_id))
+        client = client_of(InvitesClient, invite)
         try:
             return await patiently(
                 partial(client.manage, organiser.sign, issue=issue, revoke=revoked)
@@ -218,6 +261,12 @@ def duration_s(text: str) -> int:
     if not found or not int(found[1]):
         raise argparse.ArgumentTypeError(f"expected a time such as 30m, 12h, 7d or 2w, got {text}")
     return int(found[1]) * _UNITS_S[found[2]]
+
+
+def _entries(text: str) -> int:
+    if not text.isdecimal() or not 1 <= int(text) <= MAX_ENTRIES:
+        raise argparse.ArgumentTypeError(f"expected 1 to {MAX_ENTRIES}, got {text}")
+    return int(text)
 
 
 def _count(text: str) -> int:

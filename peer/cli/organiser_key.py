@@ -1,4 +1,4 @@
-"""Finding the organiser's key on this machine, for the commands that change a run from anywhere.
+"""What this machine has of a run, for commands that ask or change it: keys, and where it is.
 
 The key is that of the coordinator's `keys.json` until `atoll keys rotate` has changed it; then it
 is in a file of its own beside that one (`atoll.coordinator.run.keys`). Only the one in force
@@ -8,10 +8,12 @@ counts.
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 if TYPE_CHECKING:
+    from atoll.coordinator.rpc.channel import StatusClient
     from atoll.coordinator.run.invite import Invite
     from atoll.coordinator.run.keys import OrganiserKey
     from atoll.optim.log.orders import RunSettings
@@ -90,3 +92,30 @@ def viewer(run_id: bytes) -> bytes:
         secret = path.read_bytes()[:32]
     # Of each run another one, so that two organisers cannot tell that it is the same user.
     return hashlib.sha256(b"atoll viewer of a run 1" + secret + run_id).digest()[:16]
+
+
+Client = TypeVar("Client", bound="StatusClient")
+
+
+def client_of(kind: type[Client], invite: Invite) -> Client:
+    """Return a client of an invite's coordinator, wherever it is as far as this machine knows.
+
+    A peer or follower of this user, in its default directory, keeps where the coordinator has moved
+    to since the invite was made.
+    """
+    client = kind(invite, viewer(invite.run_id))
+    for record in _kept_places(invite.run_id.hex()):
+        client.recall_relocation(record)
+    return client
+
+
+def _kept_places(run_id: str) -> Iterator[bytes]:
+    import json
+    from contextlib import suppress
+
+    from atoll.peer.paths import PeerPaths, follower_dir, peer_state_dir, text_state_dir
+
+    for folder in (peer_state_dir(run_id), follower_dir(run_id), text_state_dir(run_id)):
+        with suppress(OSError, ValueError, KeyError, TypeError):  # it has none that can be read
+            fields = json.loads(PeerPaths(root=folder).run.read_bytes())
+            yield bytes.fromhex(fields["relocation"])

@@ -5,13 +5,7 @@ import os
 from pathlib import Path
 
 from atoll.peer.cli import Subparsers, new_parser
-from atoll.peer.cli.watching import add_run, look_back, read_run
-
-MAX_RUNS = 4  # colours of a plot
-
-
-class TooManyRuns(ValueError):
-    """More runs than a plot can show."""
+from atoll.peer.cli.watching import add_others, add_run, look_back_at_all
 
 
 class ReportFileError(ValueError):
@@ -32,12 +26,7 @@ def add_parser(subparsers: Subparsers) -> None:
         "atoll report runs/diloco/coordinator runs/ddp/coordinator --out compared.html",
     )
     add_run(parser)
-    parser.add_argument(
-        "others",
-        nargs="*",
-        metavar="OTHER",
-        help=f"Invites or directories of runs to compare with, at most {MAX_RUNS - 1}.",
-    )
+    add_others(parser)
     parser.add_argument(
         "--out",
         type=Path,
@@ -53,9 +42,7 @@ def run(args: argparse.Namespace) -> int:
 
     extra("matplotlib", "the report")
     _expect_html(args.out)
-    if len(args.others) >= MAX_RUNS:
-        raise TooManyRuns(f"expected at most {MAX_RUNS} runs, got {1 + len(args.others)}")
-    records = [look_back(read_run(run)) for run in (args.invite, *args.others)]
+    records = look_back_at_all(args)
     from atoll.coordinator.report.page import comparison, page
 
     if args.others:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from atoll.peer.cli import Subparsers, new_parser, print_json
 from atoll.peer.cli.evict import the_peer
-from atoll.peer.cli.organiser_key import add_key, find_keys, key_in_force, viewer
+from atoll.peer.cli.organiser_key import add_key, client_of, find_keys, key_in_force
 from atoll.peer.cli.watching import add_invite, read_invite
 
 if TYPE_CHECKING:
@@ -169,7 +169,7 @@ async def _give_about(invite: Invite, args: argparse.Namespace) -> int:
     from atoll.coordinator.rpc.channel import StatusClient
     from atoll.optim.log.orders import MAX_REASON, EvictPeer, ReadmitPeer
 
-    client = StatusClient(invite, viewer(invite.run_id))
+    client = client_of(StatusClient, invite)
     try:
         status = await patiently(client.status)
     finally:
@@ -213,7 +213,7 @@ async def standing_of(invite: Invite) -> OrderStanding:
     """Return how far the organiser's orders are. Raises CoordinatorError."""
     from atoll.coordinator.rpc.orders import OrderClient
 
-    client = OrderClient(invite, viewer(invite.run_id))
+    client = client_of(OrderClient, invite)
     try:
         return await patiently(client.ask)
     finally:
@@ -243,7 +243,7 @@ async def give_orders(
     from atoll.coordinator.rpc.orders import OrderClient
     from atoll.optim.log.orders import Order, sign_order
 
-    client = OrderClient(invite, viewer(invite.run_id))
+    client = client_of(OrderClient, invite)
     try:
         standing = await patiently(client.ask)
         organiser = key_in_force(invite, key, standing.settings)

@@ -21,6 +21,13 @@ if TYPE_CHECKING:
     from atoll.coordinator.run.status import RunStatus
 
 
+MAX_RUNS = 4  # side by side: colours of a plot, and columns of a terminal
+
+
+class TooManyRuns(ValueError):
+    """More runs than can be shown side by side."""
+
+
 def add_run(parser: argparse.ArgumentParser) -> None:
     """Add the positional argument INVITE, which may also be a directory (`read_run`)."""
     parser.add_argument(
@@ -29,6 +36,29 @@ def add_run(parser: argparse.ArgumentParser) -> None:
         help="Invite string, a file that contains it, or the state directory of the run's "
         "coordinator, whose records are shown.",
     )
+
+
+def add_others(parser: argparse.ArgumentParser) -> None:
+    """Add further runs, to compare with the one of `add_run`."""
+    parser.add_argument(
+        "others",
+        nargs="*",
+        metavar="OTHER",
+        help=f"Invites or directories of runs to compare with, at most {MAX_RUNS - 1}.",
+    )
+
+
+def look_back_at_all(args: argparse.Namespace) -> "list[PastRun]":
+    """Return the runs of `add_run` and `add_others`, in their order.
+
+    Raises:
+        TooManyRuns: there are more than can be shown.
+        InviteError, and as `look`.
+    """
+    if len(args.others) >= MAX_RUNS:
+        raise TooManyRuns(f"expected at most {MAX_RUNS} runs, got {1 + len(args.others)}")
+    chosen = [read_run(run) for run in (args.invite, *args.others)]
+    return [look_back(run) for run in chosen]
 
 
 def add_invite(parser: argparse.ArgumentParser) -> None:
@@ -193,9 +223,9 @@ def own_peer(run_id: str) -> str:
 async def asking(invite: "Invite") -> "AsyncIterator[StatusClient]":
     """Yield a client of the coordinator and close it at the end."""
     from atoll.coordinator.rpc.channel import StatusClient
-    from atoll.peer.cli.organiser_key import viewer
+    from atoll.peer.cli.organiser_key import client_of
 
-    client = StatusClient(invite, viewer(invite.run_id))
+    client = client_of(StatusClient, invite)
     try:
         yield client
     finally:

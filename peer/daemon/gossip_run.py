@@ -83,7 +83,6 @@ class GossipRun:
     ) -> None:
         """Stand at a state, without mass if the run has begun; use `start`."""
         self.ctx = ctx
-        ctx.link.cap(env.options.rates.most_mbit_s)
         self.progress = progress
         self.snapshot_every = env.spec.round.snapshot_every
         self._env = env
@@ -131,6 +130,8 @@ class GossipRun:
             last_round=spec.run.rounds,
             ready_in_s=progress.ready_in_s,
         )
+        ctx.link.cap(env.options.rates.most_mbit_s)
+        env.client.after_chunk = ctx.link.inflow.take
         # Without the coordinator nobody says that the run has begun; a peer that has joined before
         # was in it.
         has_begun = joined is None or bool(joined.epoch)
@@ -304,6 +305,7 @@ class StateSearch:
             ctx.layout,
             self._memory_numel,
             patience_s=4 * ctx.settings.stall_s,
+            after_leaf=ctx.link.inflow.take,
         )
         self.recoveries += 1
         self._env.report(

@@ -139,6 +139,9 @@ class LogRun:
         )
         self.ctx.link.cap(env.options.rates.most_mbit_s)
         env.client.before_chunk = self.ctx.link.outflow.take
+        env.client.after_chunk = self.ctx.link.inflow.take
+        if self.ctx.link.inflow.is_limited:
+            env.client.leaves_a_call = 1
         self._catching_up = CatchingUp(
             self.ctx,
             Recovery(

@@ -8,14 +8,14 @@ import json
 import os
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
 from atoll.coordinator.rpc.client import CoordinatorClient, Joined
-from atoll.coordinator.rpc.client_errors import Busy, CoordinatorUnreachable
+from atoll.coordinator.rpc.client_errors import Busy, CoordinatorUnreachable, WrongCertificate
 from atoll.coordinator.run.admission import Role
-from atoll.coordinator.run.invite import Invite
+from atoll.coordinator.run.invite import MAX_BOOTSTRAP, Invite
 from atoll.coordinator.run.spec import RunSpec
 from atoll.optim.state.layout import Layout
 from atoll.peer.daemon.state_directory import (
@@ -30,7 +30,6 @@ from atoll.peer.daemon.state_directory import (
 from atoll.peer.paths import PeerPaths
 from atoll.peer.rounds.context import OnEvent
 
-MAX_BOOTSTRAP = 16  # as many as an invite holds
 PAUSE_S = (0.5, 15.0)  # the first and the longest, between two tries to join; they double
 # How long a peer that has joined before tries the coordinator at its start. One that restarts is
 # back within seconds; the rounds of the others do not wait for it, so neither does this peer.
@@ -118,6 +117,14 @@ def _role(told: object) -> Role:
     if told == "keeper":
         return "keeper"
     return "follower" if told == "follower" else "trainer"
+
+
+FindPlace = Callable[[Sequence[str]], Awaitable[bool]]
+"""Asks the nodes at some multiaddrs; True if the client knows a newer address then."""
+
+
+async def _nowhere(nodes: Sequence[str]) -> bool:
+    return False
 
 
 class StateDirectory:
@@ -261,8 +268,16 @@ class Enrolment:
         directory: StateDirectory,
         invite: Invite,
         show: OnEvent,
+        find_place: FindPlace = _nowhere,
     ) -> tuple[Enrolment, Joined | None]:
         """Join the run, or resume an earlier membership; retry without end if there is neither.
+
+        Args:
+            client: joins.
+            directory: keeps the answer.
+            invite: of the run.
+            show: takes what the owner should know.
+            find_place: asks nodes of the run where a coordinator is that does not answer.
 
         Raises:
             CoordinatorError: the coordinator refuses this peer.
@@ -272,8 +287,16 @@ class Enrolment:
         while True:
             try:
                 joined = await client.join()
-            except (CoordinatorUnreachable, Busy) as error:
+            except (CoordinatorUnreachable, WrongCertificate, Busy) as error:
                 earlier = directory.recall()
+                nodes = (*invite.bootstrap, *(earlier.bootstrap if earlier else ()))
+                if not isinstance(error, Busy) and await find_place(nodes):
+                    there = " and ".join(client.addresses)
+                    show("info", f"{error}; nodes of the run say that it is at {there}")
+                    await client.follow()
+                    continue
+                if isinstance(error, WrongCertificate):
+                    raise
                 is_usable = earlier is not None and earlier.module == client.module
                 if earlier and is_usable and time.monotonic() - began_s > OFFLINE_S:
                     show("warning", f"starting without the coordinator: {error}")

@@ -54,6 +54,7 @@ from atoll.peer.daemon.loop_thread import LoopThread
 from atoll.peer.daemon.membership import Enrolment, FetchTokenizer, Membership, StateDirectory
 from atoll.peer.daemon.options import PeerOptions
 from atoll.peer.daemon.reach.company import Company, asking
+from atoll.peer.daemon.reach.lookup import look_up
 from atoll.peer.daemon.reach.moves import Moves
 from atoll.peer.daemon.reach.neighbours import Neighbours, PortInUse, expect_free
 from atoll.peer.daemon.reach.reachability import Reach, Reachability, probe
@@ -484,7 +485,13 @@ async def _environment(
     tasks = await stack.enter_async_context(KeptTasks(lambda text: announcer.report("error", text)))
     files = stack.enter_context(ExitStack())
     stack.push_async_callback(client.close)
-    enrolment, joined = await Enrolment.open(client, directory, invite, announcer.show)
+    enrolment, joined = await Enrolment.open(
+        client,
+        directory,
+        invite,
+        announcer.show,
+        lambda nodes: look_up(client.whereabouts, nodes, invite.run_id.hex()),
+    )
     await admit(enrolment.membership, client.fetch_tokenizer)
     is_keeper = enrolment.membership.role == "keeper"
     ballots = KeptBallots.open(paths.ballots) if is_keeper else None

@@ -49,6 +49,7 @@ from atoll.optim.log.store import StoreHead
 from atoll.optim.state.outer_state import OuterState, StateGone
 from atoll.peer.daemon.reducer import TrainerProgress
 from atoll.peer.daemon.tally import RoundTally, outcome_of
+from atoll.peer.daemon.touch import Touch
 from atoll.peer.errors import PeerEvicted
 from atoll.peer.pipeline.tallies import HopStatistics
 from atoll.peer.rounds.context import RoundTrace
@@ -553,7 +554,12 @@ class Heartbeats:
         self._reporter = reporter
         self._listener = listener
         self._on_evicted = on_evicted
-        self.in_touch = in_touch
+        self._touch = Touch(env.report, in_touch=in_touch)
+
+    @property
+    def in_touch(self) -> bool:
+        """True if the coordinator answered the last call."""
+        return self._touch.in_touch
 
     async def keep(self) -> None:
         """Stay in touch with the coordinator until cancelled."""
@@ -561,17 +567,14 @@ class Heartbeats:
         while True:
             try:
                 beat = await self._beat_or_join()
-                if not self.in_touch:
-                    self._env.report("info", "in touch with the coordinator again")
-                pause_s, self.in_touch = beat.heartbeat_s, True
+                self._touch.answered(beat.version)
+                pause_s = beat.heartbeat_s
             except Evicted as error:
                 self._on_evicted(PeerEvicted(str(error)))
                 await asyncio.Event().wait()  # the peer ends, and this with it
             except CoordinatorError as error:
-                if self.in_touch:  # once: it may be away for days
-                    text = f"out of touch with the coordinator, training continues: {error}"
-                    self._env.report("warning", text)
-                self.in_touch, pause_s = False, min(2 * pause_s, MAX_PAUSE_S)
+                self._touch.failed(error)
+                pause_s = min(2 * pause_s, MAX_PAUSE_S)
             await asyncio.sleep(pause_s)
 
     async def beat(self, *, leaving: bool = False) -> Beat:
@@ -627,7 +630,7 @@ class Heartbeats:
         with suppress(CoordinatorUnreachable):
             joined = await self._env.join_again()
             self._listener.note_head(joined.head)
-            self.in_touch = True
+            self._touch.in_touch = True
             return joined
         return None
 

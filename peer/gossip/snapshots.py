@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from typing import Protocol
 
@@ -102,8 +103,18 @@ class Lender:
         return state
 
 
+async def _at_once(num_bytes: int) -> None:
+    pass
+
+
 async def fetch_state(
-    transport: Transport, peer: str, layout: Layout, memory_numel: int, *, patience_s: float
+    transport: Transport,
+    peer: str,
+    layout: Layout,
+    memory_numel: int,
+    *,
+    patience_s: float,
+    after_leaf: Callable[[int], Awaitable[None]] = _at_once,
 ) -> OuterState:
     """Fetch a peer's current state.
 
@@ -113,6 +124,7 @@ async def fetch_state(
         layout: layout of the run's model.
         memory_numel: values that the outer step keeps in addition to the parameters.
         patience_s: time limit for each leaf.
+        after_leaf: awaited after each leaf, with its bytes: the link may have a cap.
 
     Raises:
         TransportError: the donor cannot be reached or no longer lends the state.
@@ -133,12 +145,17 @@ async def fetch_state(
     for start in range(0, len(digests), LEAVES_A_REQUEST):
         stop = min(start + LEAVES_A_REQUEST, len(digests))
         request = LeafRequest(position=meta.position, start=start, stop=stop)
-        await _fetch_leaves(transport, peer, request, assembly, patience_s)
+        await _fetch_leaves(transport, peer, request, assembly, patience_s, after_leaf)
     return assembly.finish()
 
 
 async def _fetch_leaves(
-    transport: Transport, peer: str, request: LeafRequest, assembly: Assembly, patience_s: float
+    transport: Transport,
+    peer: str,
+    request: LeafRequest,
+    assembly: Assembly,
+    patience_s: float,
+    after_leaf: Callable[[int], Awaitable[None]],
 ) -> None:
     async with await transport.open(peer, "gossip-leaves", timeout_s=patience_s) as stream:
         await stream.send(request.encode(), timeout_s=patience_s)
@@ -146,6 +163,7 @@ async def _fetch_leaves(
             leaf = await stream.recv(timeout_s=patience_s)
             if leaf is None:
                 raise PeerUnreachable("the stream ended before all leaves arrived", peer=peer)
+            await after_leaf(len(leaf))
             assembly.add(index, leaf)
 
 

@@ -29,7 +29,7 @@ from atoll.optim.log.entry import MalformedRecord, Record, sha256
 from atoll.optim.log.mending import checked_body
 from atoll.optim.log.store import Damaged, NotStored, SnapshotFile, StoreCorrupt
 from atoll.optim.reduction.cells import Bytes
-from atoll.optim.state.outer_state import DIGEST_BYTES
+from atoll.optim.state.outer_state import DIGEST_BYTES, LEAF_BYTES
 from atoll.peer.rounds.conduct import guarded_stream
 from atoll.peer.rounds.context import Context, RoundSettings
 from atoll.peer.rounds.messages import (
@@ -166,12 +166,20 @@ async def fetch_leaf_digests(ctx: Asking, peer: str, position: int, count: int) 
 async def fetch_leaves(
     ctx: Asking, peer: str, position: int, indices: Sequence[int]
 ) -> AsyncIterator[tuple[int, bytes]]:
-    """Fetch consecutive leaves of a snapshot, unverified."""
-    request = LeafRequest(position=position, start=indices[0], stop=indices[-1] + 1)
-    async with await _open(ctx, peer, "leaves", request) as stream:
-        floor = _Floor(ctx)
-        for index in indices:
-            yield index, await floor.message(stream)
+    """Fetch consecutive leaves of a snapshot, unverified.
+
+    Over a link with a cap each is asked for alone, once it may come: what a donor may send, it
+    sends at once, and libp2p takes megabytes of each stream before a reader that waits holds it up.
+    """
+    step = 1 if ctx.link.inflow.is_limited else len(indices)
+    for some in (indices[i : i + step] for i in range(0, len(indices), step)):
+        if ctx.link.inflow.is_limited:
+            await ctx.link.inflow.take(len(some) * LEAF_BYTES)
+        request = LeafRequest(position=position, start=some[0], stop=some[-1] + 1)
+        async with await _open(ctx, peer, "leaves", request) as stream:
+            floor = _Floor(ctx, is_paid=ctx.link.inflow.is_limited)
+            for index in some:
+                yield index, await floor.message(stream)
 
 
 def _patience_s(ctx: Asking) -> float:
@@ -187,11 +195,12 @@ async def _open(ctx: Asking, peer: str, method: str, request: Record) -> Stream:
 class _Floor:
     """Receives from one donor, for as long as it delivers at a rate worth waiting for."""
 
-    def __init__(self, ctx: Asking) -> None:
+    def __init__(self, ctx: Asking, *, is_paid: bool = False) -> None:
+        """`is_paid`: what comes was waited for before it was asked for."""
         self._now = asyncio.get_running_loop().time
         self._began_at = self._now()
         self._patience_s = _patience_s(ctx)
-        self._inflow = ctx.link.inflow
+        self._inflow = None if is_paid else ctx.link.inflow
         self.came = 0
         """bytes"""
 
@@ -210,9 +219,10 @@ class _Floor:
             )
         message = await stream.recv(timeout_s=left_s)
         self.came += len(message or b"")
-        waits_at = self._now()
-        await self._inflow.take(len(message or b""))
-        self._began_at += self._now() - waits_at  # it is not the donor's
+        if self._inflow is not None:
+            waits_at = self._now()
+            await self._inflow.take(len(message or b""))
+            self._began_at += self._now() - waits_at  # it is not the donor's
         return message
 
     async def message(self, stream: Stream) -> bytes:

@@ -401,13 +401,21 @@ class Throttle:
         self.rate_mbit_s = math.inf
         self._free_at_s = 0.0
 
+    @property
+    def is_limited(self) -> bool:
+        """Return whether there is a limit."""
+        return math.isfinite(self.rate_mbit_s)
+
     async def take(self, num_bytes: int) -> None:
-        """Wait until all that passed before has had its time, then let these bytes pass."""
+        """Wait until these bytes, and all before them, have had their time.
+
+        Also the first of a burst waits for its own: several streams that begin at once would
+        otherwise pass a megabyte each, which is seconds of a link with a low cap.
+        """
         now_s = asyncio.get_running_loop().time()
-        begins_s = max(self._free_at_s, now_s)
-        self._free_at_s = begins_s + num_bytes * BITS / self.rate_mbit_s
-        if begins_s > now_s:
-            await asyncio.sleep(begins_s - now_s)
+        self._free_at_s = max(self._free_at_s, now_s) + num_bytes * BITS / self.rate_mbit_s
+        if self._free_at_s > now_s:
+            await asyncio.sleep(self._free_at_s - now_s)
 
 
 class LinkReading:

@@ -172,3 +172,27 @@ def with_own_files(
         own |= {"revision": None, "split": "train"}  # of the spec's own data set
     changes = {key: value for key, value in own.items() if value is not None or key == "revision"}
     return spec.model_copy(update={"data": spec.data.model_copy(update=changes)})
+
+
+def by_contents(spec: RunSpec, text_sha256: str | None) -> RunSpec:
+    """Return a spec in which digests stand for files, so that it is the same under other paths.
+
+    A file whose digest nobody knows keeps its path.
+
+    Args:
+        spec: as `with_own_files` returned it.
+        text_sha256: of the text that was read here; None if none was, or of a streamed data set.
+    """
+    data, model = dict[str, object](), dict[str, object]()
+    if text_sha256 is not None:
+        data["source"] = f"sha256:{text_sha256}"
+    if spec.data.tokenizer_sha256 is not None:
+        data["tokenizer"] = f"sha256:{spec.data.tokenizer_sha256}"
+    if spec.model.init is not None and spec.model.init_sha256 is not None:
+        model["init"] = f"sha256:{spec.model.init_sha256}"
+    return spec.model_copy(
+        update={
+            "data": spec.data.model_copy(update=data),
+            "model": spec.model.model_copy(update=model),
+        }
+    )

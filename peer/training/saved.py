@@ -148,8 +148,14 @@ def _no_partial(path: Path, partial: Path) -> Iterator[None]:
         raise
 
 
-def load(path: Path, *, kind: str, run: str) -> dict[str, Any]:
+def load(path: Path, *, kind: str, run: str, older: str = "") -> dict[str, Any]:
     """Read a tree that `save` wrote; its tensors are on the CPU.
+
+    Args:
+        path: the file.
+        kind: kind of the tree.
+        run: digest of the run that it belongs to.
+        older: the digest by which an earlier version of Atoll named the same run.
 
     Raises:
         SavedStateError: the file is missing, damaged, of another kind or of another run.
@@ -162,7 +168,7 @@ def load(path: Path, *, kind: str, run: str) -> dict[str, Any]:
     if metadata.get("sha256") != _digest(metadata, tensors):
         raise SavedStateError(f"{path} is damaged: its digest does not match; move it away")
     for name, expected in (("kind", kind), ("run", run)):
-        if metadata.get(name) != expected:
+        if metadata.get(name) not in (expected, older if older and name == "run" else expected):
             raise SavedStateError(
                 f"{path} is of another {name}: expected {expected!r}, got {metadata.get(name)!r}; "
                 "use another state directory"

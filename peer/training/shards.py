@@ -40,9 +40,9 @@ class Saving:
 class Saver:
     """Writes and reads a trainer's state; all ranks call each method together."""
 
-    def __init__(self, path: Path, ranks: OneRank, *, run: str) -> None:
-        """Keep the state of a run in a file, and beside it."""
-        self._path, self._ranks, self._run = path, ranks, run
+    def __init__(self, path: Path, ranks: OneRank, *, run: str, older: str = "") -> None:
+        """Keep the state of a run in a file, and beside it; digests are those of `saved.load`."""
+        self._path, self._ranks, self._run, self._older = path, ranks, run, older
 
     def begin(
         self,
@@ -108,7 +108,7 @@ class Saver:
         with ranks.leading():
             if ranks.leads:
                 try:
-                    state = saved.load(self._path, kind=KIND, run=self._run)
+                    state = self._read(self._path, KIND)
                 except SavedStateError as error:
                     failure = str(error)
         failure, name, count = ranks.agreed([failure, *state.pop("shards", ["", 1])])
@@ -119,7 +119,7 @@ class Saver:
             expected = ranks.agreed(len(parts_of(state)))
             try:
                 for shard in self._assigned(name, count):
-                    tree = saved.load(self._shard(name, shard), kind=SHARD, run=self._run)
+                    tree = self._read(self._shard(name, shard), SHARD)
                     read[shard] = tree["parts"]
                     if len(tree["parts"]) != expected:
                         raise SavedStateError(f"{self._shard(name, shard)} is of another state")
@@ -129,6 +129,9 @@ class Saver:
             if failure := ranks.agreed(failures[0] if failures else ""):
                 raise SavedStateError(failure)
         return state, read
+
+    def _read(self, path: Path, kind: str) -> dict[str, Any]:
+        return saved.load(path, kind=kind, run=self._run, older=self._older)
 
     def _assigned(self, name: str, count: int) -> list[int]:
         """Return the shards that this rank is to read: its own, and those that are only here.

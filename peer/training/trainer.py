@@ -64,7 +64,7 @@ from atoll.peer.training.opening import (
     separate_documents,
     validation,
 )
-from atoll.peer.training.permission import Allowed
+from atoll.peer.training.permission import Allowed, by_contents
 from atoll.peer.training.ranks import OneRank, held_out_loss
 from atoll.peer.training.shards import Saver, Saving
 from atoll.peer.training.stage_compute import expect_runs as expect_stage_runs
@@ -460,7 +460,7 @@ class Trainer:
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
             tree = {"device": self.device.label, "fit": fit.to_dict()}
-            saved.save(path, tree, kind="fit", run=self.spec.digest())
+            saved.save(path, tree, kind="fit", run=self._saved_run())
 
     def _recall_fit(self) -> None:
         """Take the least fit that a rank remembers, on all of them."""
@@ -470,7 +470,7 @@ class Trainer:
         own = self.learner.fit
         if path.exists():
             with suppress(SavedStateError):  # it is found again
-                tree = saved.load(path, kind="fit", run=self.spec.digest())
+                tree = saved.load(path, kind="fit", run=self._saved_run())
                 if tree["device"] == self.device.label:
                     own = Fit.least([own, Fit.from_dict(tree["fit"], self.spec.inner.batch_size)])
         found = [
@@ -682,7 +682,13 @@ class Trainer:
             raise SavedStateError(f"{path} does not fit its shards: {error}") from error
 
     def _saver(self, path: Path) -> Saver:
-        return Saver(path, self._ranks, run=self.spec.digest())
+        # Versions up to 0.1.0 named the run by the owner's paths, too.
+        return Saver(path, self._ranks, run=self._saved_run(), older=self.spec.digest())
+
+    def _saved_run(self) -> str:
+        """Return what saved progress belongs to: the run, with the contents that it has here."""
+        summary = self.corpus.summary if self.corpus is not None else None
+        return by_contents(self.spec, summary.sha256 if summary is not None else None).digest()
 
     def _load_stream(self, state: Mapping[str, Any]) -> None:
         """Resume this rank's data, if the state is of as many ranks; else they begin anew."""

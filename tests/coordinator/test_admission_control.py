@@ -7,11 +7,13 @@ from pathlib import Path
 
 import pytest
 
+from atoll.coordinator import admission_control
 from atoll.coordinator.admission_control import (
     AdmissionControl,
     JoinRequest,
     Refusal,
     RefusalStatus,
+    SessionTerms,
 )
 from atoll.coordinator.history import EventLog, History
 from atoll.coordinator.invites import InviteDesk, issue, revoke
@@ -134,6 +136,28 @@ def test_a_session_ends_with_its_admission(admission: AdmissionControl, clock: C
     with pytest.raises(Refusal) as refusal:
         admission.authenticate(identity.peer_id, welcome.session)
     assert refusal.value.status is RefusalStatus.UNAUTHENTICATED
+
+
+def test_a_session_of_another_protocol_is_none(
+    tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It joins again, and is refused with the remedy, instead of reporting what nobody can read."""
+    keys, identity = RunKeys.generate(), Identity.ephemeral()
+    peer = identity.peer_id
+    session = control(tmp_path, clock, keys)._sessions.session(peer, 2000.0, SessionTerms())
+    control(tmp_path, clock, keys).authenticate(peer, session)
+    monkeypatch.setattr(admission_control, "PROTOCOL", PROTOCOL + 1)
+    with pytest.raises(Refusal, match="join first"):
+        control(tmp_path, clock, keys).authenticate(peer, session)
+
+
+def test_an_organiser_reads_that_a_peer_has_a_newer_version(
+    tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(admission_control, "version", lambda name: "0.1.0")
+    told = [admission_control._release(theirs) for theirs in ("0.1.0", "0.2.0", "9" * 99)]
+    assert told[:2] == ["version 0.1.0", "version 0.2.0, newer than the 0.1.0 here"]
+    assert len(told[2]) < 80
 
 
 @pytest.mark.parametrize("seconds", [NONCE_TTL_S + 1, -NONCE_TTL_S - 1])

@@ -19,6 +19,7 @@ from atoll.coordinator.catching_up import Recover
 from atoll.coordinator.gossip import FetchModel
 from atoll.coordinator.heads import AskHead
 from atoll.coordinator.relocating import OwnPlace
+from atoll.coordinator.run.files import KNOWN_FILE
 from atoll.coordinator.service.server import NodeRequest
 from atoll.dht.identity import Identity
 from atoll.dht.node import Node
@@ -38,6 +39,7 @@ REMEDY = (
     "pass another address with --dht-listen HOST:PORT, or set coordinator.dht_listen; port 0 takes "
     "any that is free"
 )
+ASK_EVERY = 15  # looks, half a minute, between questions whether another coordinator has followed
 LOOK_S = 10.0  # between two looks into the roster
 RENEWALS = 3  # in the life of an admission, so that two may be late
 
@@ -109,7 +111,8 @@ class BootstrapNode:
         return b""
 
     def tell_place(self, place: OwnPlace) -> None:
-        """Let all peers know from now on where the coordinator is."""
+        """Let all peers know from now on where the coordinator is, and strangers who ask."""
+        self._node.notices.show = lambda: place.record
         self._tasks.spawn(self._tell(Relocations.of_coordinator(self._node, place)))
 
     async def direct_connections(self) -> dict[str, list[str]]:
@@ -143,9 +146,11 @@ class BootstrapNode:
             self._node.transport.admission = self._request.admit(self._node.peer_id)
 
     async def _tell(self, relocations: Relocations) -> None:
+        num_looks = 0
         while True:
             with contextlib.suppress(RosterError, TransportError, TimeoutError, OSError):
-                await relocations.look()
+                await relocations.look(asks=num_looks % ASK_EVERY == 0)
+            num_looks += 1
             await asyncio.sleep(TELL_S)
 
     async def _remember(self) -> None:
@@ -166,7 +171,7 @@ class BootstrapNode:
 
 
 def _known_file(request: NodeRequest) -> Path:
-    return request.identity_path.with_name("node.known")
+    return request.identity_path.with_name(KNOWN_FILE)
 
 
 def remember(path: Path, addresses: Sequence[str]) -> None:

@@ -2,9 +2,13 @@
 
 A coordinator that starts on another machine is known to nobody there. Its DHT node dials the peers
 that it knew and tells each of them its relocation; peers pass it on, and one that is out of touch
-with its coordinator asks others. One call does both, of either side::
+with its coordinator asks others. So does a coordinator now and then, as another one may have taken
+its place: rebuilt from a follower, say, while this one's machine was thought dead. One call does
+both, of either side::
 
     relocation    the caller's newest record, or nothing  ->  the other's, or nothing if it is equal
+
+Nodes also show it to strangers (`atoll.dht.notices`), as a newcomer with an old invite is one.
 
 A record counts by the run key's signature and its serial alone (`Whereabouts`), whoever sent it.
 Each is passed on once, so records that are shown again cause no traffic.
@@ -20,13 +24,14 @@ from contextlib import suppress
 from typing import Protocol
 
 from atoll.coordinator.rpc.client import CoordinatorClient
+from atoll.coordinator.run.invite import MAX_BOOTSTRAP
 from atoll.coordinator.run.relocation import Relocation, RelocationInvalid
 from atoll.dht.node import Node
 from atoll.dht.refusals import RefusalCode
 from atoll.dht.roster import PeerRecord, RosterError
 from atoll.dht.tasks import together
 from atoll.dht.transport import Refused, Transport, TransportError
-from atoll.peer.daemon.membership import MAX_BOOTSTRAP, Enrolment
+from atoll.peer.daemon.membership import Enrolment
 from atoll.peer.daemon.reach.reachability import Reachability
 from atoll.peer.rounds.context import OnEvent
 
@@ -60,13 +65,13 @@ class Spreading:
         self._record = b""
         self._told: set[str] = set()
 
-    def due(self, record: bytes, others: Collection[str], *, is_lost: bool) -> list[str]:
+    def due(self, record: bytes, others: Collection[str], *, asks: bool) -> list[str]:
         """Return the peers to call now, at most `AT_ONCE`.
 
         Args:
             record: the newest one here.
             others: PeerIDs of those online.
-            is_lost: whether this node is out of touch with the coordinator.
+            asks: whether others may have a newer record than this node hears of.
         """
         if record != self._record:
             self._record, self._told, self._left = record, set(), self._told_of_each
@@ -74,7 +79,7 @@ class Spreading:
         untold = [peer for peer in others if peer not in self._told] if record else []
         # Those that were asked were told as well, so more than are due may know it.
         told = random.sample(untold, int(min(len(untold), max(0, self._left), AT_ONCE)))
-        asked = random.sample(sorted(others), min(len(others), ASKED)) if is_lost else []
+        asked = random.sample(sorted(others), min(len(others), ASKED)) if asks else []
         return list(dict.fromkeys([*told, *asked]))[:AT_ONCE]
 
     def told(self, peer: str, record: bytes) -> None:
@@ -107,11 +112,11 @@ class Relocations:
         """Return the exchange of the coordinator's node, which tells everybody."""
         return cls(node.transport, place, node.roster.peers, told_of_each=math.inf)
 
-    async def look(self, *, is_lost: bool = False) -> None:
-        """Call the peers that are due."""
+    async def look(self, *, asks: bool = False) -> None:
+        """Call the peers that are due, and with `asks` some others."""
         records = await self._peers()
         others = sorted(records.keys() - {self._transport.peer_id})
-        due = self._spreading.due(self._place.record, others, is_lost=is_lost)
+        due = self._spreading.due(self._place.record, others, asks=asks)
         await together(*(self._exchange(peer, records[peer].addresses) for peer in due))
 
     async def _exchange(self, peer: str, addresses: Sequence[str]) -> None:
@@ -157,6 +162,7 @@ class Following:
         self._known = set(client.addresses)
         self._followed = b""
         self._exchange = Relocations(node.transport, client.whereabouts, peers)
+        node.notices.show = lambda: client.whereabouts.record
 
     async def keep(self) -> None:
         """Follow until cancelled."""
@@ -171,7 +177,7 @@ class Following:
             self._followed = place.record
             await self._follow(place.record, place.relocation)
         with suppress(RosterError, TransportError, TimeoutError, OSError):
-            await self._exchange.look(is_lost=not self._client.is_reached)
+            await self._exchange.look(asks=not self._client.is_reached)
 
     async def _follow(self, record: bytes, there: Relocation) -> None:
         self._enrolment.keep_relocation(record, there.bootstrap)

@@ -6,12 +6,12 @@ shrink(plan, ...)                                   the same failure with fewer 
 
 from __future__ import annotations
 
-import tempfile
+import shutil
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from multiprocessing import get_context
 from pathlib import Path
@@ -19,6 +19,7 @@ from typing import TypeVar
 
 import torch
 
+from atoll.dht.folders import claim_folder
 from atoll.peer.lab.hunt import plans
 from atoll.peer.lab.hunt.bugs import BugName, with_bug
 from atoll.peer.lab.hunt.plans import RunPlan
@@ -26,6 +27,7 @@ from atoll.peer.lab.hunt.world import RunVerdict, run
 
 MEMORY = Path("/dev/shm")  # files of a simulation are small, and many are synced
 Result = TypeVar("Result")
+FOLDER_PREFIX = "hunt-"
 AT_ONCE = 2  # seeds that wait for each process
 
 
@@ -107,12 +109,22 @@ class HuntSummary:
 def run_plan(plan: RunPlan, bug: BugName | None = None) -> RunVerdict:
     """Run one plan, in a folder of its own."""
     torch.set_num_threads(1)
-    place = MEMORY if MEMORY.is_dir() else None
     with ExitStack() as stack:
-        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="hunt-", dir=place))
+        folder = stack.enter_context(_own_folder())
         if bug is not None:
             stack.enter_context(with_bug(bug))
-        return run(plan, Path(folder) / "run")
+        return run(plan, folder / "run")
+
+
+@contextmanager
+def _own_folder() -> Iterator[Path]:
+    """Yield a folder in memory, and remove it at the end; a hunt that is killed leaves it."""
+    folder, lock = claim_folder(FOLDER_PREFIX, MEMORY if MEMORY.is_dir() else None)
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        lock.close()
 
 
 def apart(function: Callable[..., Result], *arguments: object) -> Result:

@@ -98,6 +98,7 @@ class MemoryNode:
         self.bootstrap: tuple[str, ...] = ()
         self.addresses = [f"/ip4/10.0.0.1/tcp/1/p2p/{transport.peer_id}"]
         self.relaying = SimpleNamespace(mbit_s=0.0, allow=lambda mbit_s: None)
+        self.notices = SimpleNamespace(show=bytes)
         self.punching = SimpleNamespace(look=lambda: None, on_hole=None)
         options = SimpleNamespace(announce=("10.0.0.1",), is_loopback_only=True, listen=())
         self.daemon = SimpleNamespace(options=options, all_remote_addresses=_nobody)

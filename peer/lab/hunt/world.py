@@ -769,6 +769,7 @@ class World:
             (bootstrap, "Identity", identities),
             (bootstrap, "choose_port", lambda host, wanted, remembered: 1),
             (bootstrap, "both_families", lambda host, port: [host]),
+            (peer_module, "look_up", _nowhere),
             (peer_module, "background_threads", lambda count, name: InlineExecutor()),
             (reducer, "background_threads", lambda count, name: InlineExecutor()),
             (reducer, "queue", queues),
@@ -795,6 +796,11 @@ def _orders(replicas: Sequence[LiveReplica]) -> set[bytes]:
     """Return the orders that logs hold."""
     records = [record for each in replicas for record in each.store.headers(0, 1 << 30)]
     return {Entry.decode(record.entry).order for record in records} - {b""}
+
+
+async def _nowhere(*where: object) -> bool:
+    """The coordinator moves to no other address here, so nobody knows one."""
+    return False
 
 
 def _ended_at(peer: PeerMachine) -> int:

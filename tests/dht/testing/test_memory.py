@@ -305,6 +305,36 @@ def test_killed_peer_breaks_streams_and_calls_and_may_return():
     run_virtual(main())
 
 
+def test_work_of_a_killed_peer_ends_when_it_is_cancelled_once():
+    """It would say goodbye, and lose its stream, in steps that a dead process never takes."""
+
+    async def main():
+        network, a, b = pair()
+        heard = []
+        b.serve("bye", lambda remote, body: heard.append(body))
+
+        async def live():
+            stream = await a.open("b", "echo", timeout_s=1)
+            try:
+                await stream.recv(timeout_s=100)
+            finally:
+                try:
+                    await a.call("b", "bye", b"", timeout_s=1)
+                finally:
+                    await stream.end(timeout_s=1)
+
+        living = asyncio.create_task(live())
+        await asyncio.sleep(0.5)
+        network.kill("a")
+        await asyncio.sleep(200)
+        assert not living.done()
+        living.cancel()
+        await asyncio.wait([living], timeout=1)
+        assert living.cancelled() and not heard
+
+    run_virtual(main())
+
+
 def test_a_clean_kill_looks_like_an_end():
     async def main():
         network, a, _ = pair()

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from support.commands import refused
 from support.organiser import end_a_run, tiny_spec
 
 
@@ -64,3 +65,20 @@ def test_a_folder_of_something_else_is_refused(atoll, tmp_path):
     told = atoll("status", tmp_path)
     assert told.code == 2
     assert "state directory of a coordinator" in told.err
+
+
+def test_two_runs_stand_side_by_side(atoll, invite, ended):
+    out = atoll("status", invite, ended).out
+    rows = [line.split("  ") for line in out.splitlines()[1:]]
+    assert "tiny (1)" in out.splitlines()[0] and "tiny (2)" in out.splitlines()[0]
+    told = {row[1]: [cell.strip() for cell in row[2:] if cell] for row in rows}
+    assert told["tokens"][0] == "0" and told["tokens"][1].endswith("k")
+    assert "training loss" in told and "sent by all peers" in told
+    runs = json.loads(atoll("status", invite, ended, "--json").out)
+    assert [len(run["history"]) for run in runs] == [0, 5]
+    assert runs[0]["run_id"] == invite.run_id.hex() != runs[1]["run_id"]
+
+
+def test_of_several_runs_none_is_shown_if_one_is_wrong(atoll, ended):
+    assert "expected at most 4 runs, got 5" in refused(atoll("status", *[ended] * 5))
+    assert "starts with 'atoll1'" in refused(atoll("status", ended, "nothing", "--json"))

@@ -10,12 +10,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from atoll.coordinator.rpc.client_errors import NotWelcome
+from atoll.coordinator.rpc.client_errors import (
+    CoordinatorUnreachable,
+    NotWelcome,
+    WrongCertificate,
+)
+from atoll.coordinator.run.invite import MAX_BOOTSTRAP, Invite
 from atoll.coordinator.run.keys import KEYS_FILE, RunKeys
 from atoll.coordinator.run.spec import RunSpec
 from atoll.optim.state.layout import Layout
 from atoll.peer.daemon.membership import (
-    MAX_BOOTSTRAP,
     Enrolment,
     Membership,
     StateDirectory,
@@ -159,6 +163,66 @@ def test_a_start_takes_the_kept_place_before_it_joins(paths, membership):
 
     with pytest.raises(NotWelcome):
         asyncio.run(Enrolment.open(Client(), directory, None, lambda *event, key=None: None))
+    directory.close()
+
+
+OLD = Invite(
+    addresses=("old:7700",),
+    run_id=RUN,
+    run_key=bytes(32),
+    tls_sha256=bytes(32),
+    bootstrap=("/ip4/127.0.0.1/tcp/1/p2p/b",),
+)
+
+
+class MovedCoordinator:
+    """A client whose coordinator is elsewhere; nodes of the run may know where."""
+
+    module = ""
+    addresses = ("new:7700", "old:7700")
+
+    def __init__(self, error):
+        self.error, self.is_found, self.asked = error, False, []
+
+    def recall_relocation(self, record):
+        pass
+
+    async def join(self):
+        raise NotWelcome(None, "there") if self.is_found else self.error
+
+    async def find(self, nodes):
+        self.asked.append(tuple(nodes))
+        self.is_found = len(self.asked) == 2
+        return self.is_found
+
+    async def follow(self):
+        assert self.is_found
+
+
+def test_a_coordinator_that_does_not_answer_is_looked_for(paths, membership, monkeypatch):
+    """By a newcomer at the nodes of its invite, by a peer that was away at those that it kept."""
+    monkeypatch.setattr("atoll.peer.daemon.membership.PAUSE_S", (0.0, 0.0))
+    directory, said = StateDirectory(paths, RUN), []
+    directory.remember(membership)
+    client = MovedCoordinator(CoordinatorUnreachable("old:7700: nobody is there"))
+    opening = Enrolment.open(
+        client, directory, OLD, lambda level, text, key=None: said.append(text), client.find
+    )
+    with pytest.raises(NotWelcome, match="there"):
+        asyncio.run(opening)
+    assert client.asked == [(*OLD.bootstrap, *membership.bootstrap)] * 2
+    assert said[-1].endswith("nodes of the run say that it is at new:7700 and old:7700")
+    directory.close()
+
+
+def test_another_server_at_an_old_address_is_reported(paths):
+    directory = StateDirectory(paths, RUN)
+    client = MovedCoordinator(WrongCertificate("old:7700: another server"))
+    with pytest.raises(WrongCertificate):
+        asyncio.run(
+            Enrolment.open(client, directory, OLD, lambda *event, key=None: None, client.find)
+        )
+    assert client.asked == [OLD.bootstrap]
     directory.close()
 
 

@@ -1,15 +1,18 @@
 """What is fetched is checked, and what is asked for is bounded."""
 
 import asyncio
+from types import SimpleNamespace
 
 import pytest
 
+from atoll.dht.testing.memory import run_virtual
 from atoll.dht.transport import PeerUnreachable, Refused
 from atoll.optim.log.entry import MalformedRecord, sha256
+from atoll.optim.state.outer_state import LEAF_BYTES
 from atoll.peer.rounds import fetching
-from atoll.peer.rounds.fetching import fetch_body, fetch_headers, fetch_part
-from atoll.peer.rounds.messages import Span, deflated, inflated
-from atoll.peer.rounds.pacing import BITS, SPARE_SHARE
+from atoll.peer.rounds.fetching import fetch_body, fetch_headers, fetch_leaves, fetch_part
+from atoll.peer.rounds.messages import LeafRequest, Span, deflated, inflated
+from atoll.peer.rounds.pacing import BITS, DECLARED_SHARE, SPARE_SHARE, Link
 from support.strikes import passed
 from support.swarm import run_swarm
 
@@ -84,6 +87,53 @@ def test_a_cap_of_the_donor_or_of_the_reader_bounds_what_is_fetched(tmp_path, ca
         assert 0.9 * due_s < took_s[1] < 1.3 * due_s
 
     run_swarm(tmp_path, scenario)
+
+
+class Donor:
+    """A transport and a stream to a donor that sends at once, as into libp2p's buffers."""
+
+    def __init__(self):
+        self.asked = []
+
+    async def open(self, peer, method, *, timeout_s):
+        return self
+
+    async def __aenter__(self):
+        return self
+
+    async def __aexit__(self, *error):
+        pass
+
+    async def send(self, message, *, timeout_s):
+        request = LeafRequest.decode(message)
+        at_s = asyncio.get_running_loop().time()
+        self.asked.append((at_s, request.start, request.stop))
+
+    async def recv(self, *, timeout_s):
+        return bytes(LEAF_BYTES)
+
+
+@pytest.mark.parametrize("most_mbit_s", [0.0, 10.0])
+def test_over_a_link_with_a_cap_no_leaf_is_asked_for_before_its_time(most_mbit_s):
+    """Megabytes that a donor has sent wait in this peer's libp2p: they have been received."""
+
+    async def main():
+        link, donor = Link(), Donor()
+        link.cap(most_mbit_s)
+        settings = SimpleNamespace(stall_s=2.0)
+        ctx = SimpleNamespace(link=link, transport=donor, settings=settings)
+        for first in (0, 4):  # of two donors, or of one twice
+            found = [i async for i, _ in fetch_leaves(ctx, "donor", 7, range(first, first + 4))]
+            assert found == [*range(first, first + 4)]
+        return donor.asked
+
+    asked = run_virtual(main())
+    if not most_mbit_s:
+        assert asked == [(0.0, 0, 4), (0.0, 4, 8)]
+        return
+    leaf_s = LEAF_BYTES * BITS / (DECLARED_SHARE * most_mbit_s)
+    assert [(start, stop) for _, start, stop in asked] == [(i, i + 1) for i in range(8)]
+    assert [at_s for at_s, _, _ in asked] == pytest.approx([leaf_s * (i + 1) for i in range(8)])
 
 
 def test_a_deflated_record_is_read_up_to_its_limit():

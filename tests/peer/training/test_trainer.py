@@ -19,6 +19,7 @@ from atoll.peer.daemon import process
 from atoll.peer.errors import ModelError, SavedStateError
 from atoll.peer.training import learner, saved
 from atoll.peer.training.data import load as data
+from atoll.peer.training.data.documents import Document
 from atoll.peer.training.opening import first_state
 from atoll.peer.training.permission import Allowed
 from atoll.peer.training.trainer import (
@@ -461,6 +462,38 @@ def test_a_state_of_another_run_peer_or_model_is_refused(corpus, tmp_path):
         make(corpus, peer_id="bob").load(path)
     with pytest.raises(SavedStateError, match="does not fit this model"):
         dropping(corpus).load(path)
+
+
+def test_the_same_text_under_another_path_is_the_same_run(tmp_path):
+    """A volunteer moves the text to another disk; another text starts with a fresh optimizer."""
+    path, text = tmp_path / "state", b"the closed ring of a low coral island. " * 200
+    corpora = {}
+    for name, content in (("here", text), ("there", text), ("other", text[7:])):
+        (tmp_path / name).write_bytes(content)
+        own = make_spec(data={"source": str(tmp_path / name)})
+        corpora[name] = (
+            own,
+            data.LocalCorpus.read(
+                [Document(key="text", data=content)],
+                data.ByteTokenizer(),
+                valid_fraction=0.1,
+                min_tokens=40,
+            ),
+        )
+    own, corpus = corpora["here"]
+    make(corpus, own).save(path)
+    own, corpus = corpora["there"]
+    make(corpus, own).load(path)
+    own, corpus = corpora["other"]
+    with pytest.raises(SavedStateError, match="is of another run"):
+        make(corpus, own).load(path)
+
+
+def test_what_an_older_version_saved_under_this_path_is_resumed(corpus, tmp_path):
+    path = tmp_path / "state"
+    trainer = make(corpus)
+    saved.save(path, trainer.state_dict(), kind="trainer", run=trainer.spec.digest())
+    make(corpus).load(path)
 
 
 # --- how it is

@@ -72,7 +72,7 @@ def test_all_peers_hear_of_it_from_a_coordinator_that_reaches_one():
         coordinator = swarm.exchange("coordinator", own, told_of_each=float("inf"))
         for name in names[1:]:
             swarm.network.cut("coordinator", name)
-        for _ in range(20):
+        for _ in range(80):  # of 60 peers, eight at random at a time
             await coordinator.look()
             if swarm.knowing():
                 break
@@ -90,8 +90,28 @@ def test_a_peer_that_is_lost_asks_and_one_that_is_in_touch_does_not():
         swarm.places["b"].take(record())
         await swarm.nodes["a"].look()
         assert not swarm.places["a"].record
-        await swarm.nodes["a"].look(is_lost=True)
+        await swarm.nodes["a"].look(asks=True)
         assert swarm.places["a"].addresses == ("new:7700", "old:7700")
+
+    run_virtual(main())
+
+
+def test_a_coordinator_hears_that_another_has_taken_its_place():
+    """It was thought dead, and rebuilt from a follower; it has told all peers its own place."""
+
+    async def main():
+        swarm, told = Swarm("a", "b", "c"), []
+        own = OwnPlace(INVITE, record(), lambda level, text: told.append(f"{level}: {text}"))
+        coordinator = swarm.exchange("coordinator", own, told_of_each=float("inf"))
+        await coordinator.look()
+        for place in swarm.places.values():
+            place.take(record(6, "rebuilt:7700"))
+        await coordinator.look()
+        assert not told
+        for _ in range(2):
+            await coordinator.look(asks=True)
+        assert len(told) == 1 and told[0].startswith("error: ") and "at rebuilt:7700" in told[0]
+        assert own.record == record()
 
     run_virtual(main())
 
@@ -101,7 +121,7 @@ def test_a_caller_with_an_old_record_is_told_the_newer_one():
         swarm = Swarm("a", "b")
         swarm.places["a"].take(record(5))
         swarm.places["b"].take(record(6, "newer:7700"))
-        await swarm.nodes["a"].look(is_lost=True)
+        await swarm.nodes["a"].look(asks=True)
         assert swarm.places["a"].record == swarm.places["b"].record == record(6, "newer:7700")
 
     run_virtual(main())
@@ -118,7 +138,7 @@ def test_a_forged_record_is_refused_and_passed_on_to_nobody():
             with pytest.raises(Refused) as refused:
                 await liar.call("a", METHOD, body, timeout_s=5)
             assert refused.value.code == RefusalCode.BAD_REQUEST
-        await swarm.look(3, is_lost=True)
+        await swarm.look(3, asks=True)
         assert not swarm.knowing()
 
     run_virtual(main())
@@ -132,7 +152,7 @@ def test_an_answer_that_is_forged_changes_nothing():
             return b"\x00" * 200
 
         swarm.nodes.pop("liar")._transport.serve(METHOD, lie)
-        await swarm.look(2, is_lost=True)
+        await swarm.look(2, asks=True)
         assert not swarm.knowing()
 
     run_virtual(main())
@@ -140,43 +160,43 @@ def test_an_answer_that_is_forged_changes_nothing():
 
 def test_records_shown_again_cause_no_calls():
     spreading, others = Spreading(PASSED_ON), [f"p{i:02}" for i in range(40)]
-    assert spreading.due(b"", others, is_lost=False) == []
+    assert spreading.due(b"", others, asks=False) == []
     calls = 0
     for _ in range(10):
-        due = spreading.due(b"first", others, is_lost=False)
+        due = spreading.due(b"first", others, asks=False)
         calls += len(due)
         for peer in due:
             spreading.told(peer, b"first")
     assert calls == PASSED_ON
-    assert len(spreading.due(b"second", others, is_lost=False)) == AT_ONCE
+    assert len(spreading.due(b"second", others, asks=False)) == AT_ONCE
 
 
 def test_a_peer_that_asked_more_than_it_had_to_tell_tells_nobody_else():
     spreading, others = Spreading(1), ["a", "b", "c", "d"]
     for peer in others[:3]:  # that were asked, with the record
-        spreading.due(b"record", others, is_lost=True)
+        spreading.due(b"record", others, asks=True)
         spreading.told(peer, b"record")
-    assert spreading.due(b"record", others, is_lost=False) == []
+    assert spreading.due(b"record", others, asks=False) == []
 
 
 def test_a_coordinator_tells_everybody_some_at_a_time():
     spreading, others, told = Spreading(float("inf")), [f"p{i:02}" for i in range(40)], []
-    while due := spreading.due(b"record", others, is_lost=False):
+    while due := spreading.due(b"record", others, asks=False):
         assert len(due) <= AT_ONCE
         told += due
         for peer in due:
             spreading.told(peer, b"record")
     assert sorted(told) == others
-    spreading.due(b"record", others[1:], is_lost=False)
-    assert spreading.due(b"record", others, is_lost=False) == ["p00"]  # it has come back
+    spreading.due(b"record", others[1:], asks=False)
+    assert spreading.due(b"record", others, asks=False) == ["p00"]  # it has come back
 
 
 def test_peers_that_do_not_answer_are_tried_again_and_bar_nobody():
     spreading, others, seen = Spreading(PASSED_ON), [f"p{i:02}" for i in range(40)], set()
     for _ in range(60):
-        seen.update(spreading.due(b"record", others, is_lost=False))
+        seen.update(spreading.due(b"record", others, asks=False))
     assert len(seen) > PASSED_ON
-    assert len(spreading.due(b"", others, is_lost=True)) == ASKED
+    assert len(spreading.due(b"", others, asks=True)) == ASKED
 
 
 class Follower:
@@ -187,7 +207,11 @@ class Follower:
         self.whereabouts, self.is_reached = Whereabouts(INVITE), True
         self.addresses = self.whereabouts.addresses
         self.network = MemoryNetwork()
-        self.node = SimpleNamespace(transport=self.network.transport("me"), bootstrap=(OLD_NODE,))
+        self.node = SimpleNamespace(
+            transport=self.network.transport("me"),
+            bootstrap=(OLD_NODE,),
+            notices=SimpleNamespace(show=bytes),
+        )
         self.following = Following(
             self,
             self.node,
@@ -209,8 +233,9 @@ def test_a_peer_keeps_a_new_record_before_it_follows():
     async def main():
         peer = Follower()
         await peer.following.look()
-        assert not peer.kept
+        assert not peer.kept and not peer.node.notices.show()
         peer.whereabouts.take(record())
+        assert peer.node.notices.show() == record()  # to strangers, who may have an old invite
         for _ in range(3):
             await peer.following.look()
         assert peer.kept == [(record(), (NEW_NODE,))] and peer.reconnected == 1

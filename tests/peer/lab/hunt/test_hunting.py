@@ -1,11 +1,13 @@
 """Whole runs from seeds: they keep their rules, repeat exactly, and break them with a bug."""
 
 import os
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from atoll.peer.lab.hunt import plans
+from atoll.dht.folders import claim_folder
+from atoll.peer.lab.hunt import hunting, plans
 from atoll.peer.lab.hunt.hunting import (
     Search,
     SeedResult,
@@ -52,6 +54,21 @@ def test_more_runs_keep_their_rules(first: int) -> None:
     summary = hunt(Search(first=first, seeds=20, virtual_minutes=0.5), lambda result: None)
     assert summary.runs == 20
     assert summary.found == []
+
+
+def test_what_a_killed_hunt_left_goes_with_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hunting, "MEMORY", tmp_path)
+    killed, lock = claim_folder(hunting.FOLDER_PREFIX, tmp_path)
+    (killed / "run").mkdir()
+    os.utime(killed, (0, 0))
+    with hunting._own_folder() as living:
+        assert killed.exists()  # its lock is held
+        lock.close()
+        with hunting._own_folder():
+            assert living.exists() and not killed.exists()
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_seed_repeats_exactly() -> None:

@@ -96,7 +96,11 @@ def _short_terms(monkeypatch):
         pytest.param(
             {"knowing": [0, 1], "evicted": 1, "mishaps": 1, "reported": True}, 200, marks=LARGE
         ),
-        ({"knowing": [LEADER], "evicted": LEADER, "processes": 3, "reported": True}, 200),
+        pytest.param(
+            {"knowing": [LEADER], "evicted": LEADER, "processes": 3, "reported": True},
+            200,
+            marks=LARGE,
+        ),
     ],
 )
 def test_no_order_of_events_breaks_a_rule_of_a_round_that_an_order_ends(options, least):

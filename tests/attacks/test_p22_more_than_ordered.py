@@ -90,9 +90,9 @@ def more(tamper: Tamper, name: str) -> object:
 @pytest.mark.parametrize(
     "tamper",
     [
-        pytest.param(keeps_the_evicted, id="evicted in"),
         pytest.param(brings_a_later_order, id="a later order"),
         pytest.param(sets_more, id="more settings"),
+        more(keeps_the_evicted, "evicted in"),
         more(puts_another_out, "another out"),
         more(lets_a_friend_vote_soon, "a friend"),
         more(changed(lr=0.25), "lr"),

@@ -73,8 +73,7 @@ ORDERS = {
     [
         ("set", 5),
         ("evict the leader", 6),
-        ("evict in a round", 12),
-        ("evict in flight", 10),
+        ("evict in a round", 8),
         ("readmit", 7),
         ("rotate", 13),
         ("codec in a round", 11),

@@ -151,8 +151,9 @@ async def fetch_headers(ctx: Asking, peer: str, start: int, stop: int) -> list[D
 
 async def fetch_body(ctx: Asking, peer: str, position: int, body_bytes: int) -> bytearray:
     """Fetch the body of one entry, unverified but of the right length."""
+    is_paid = await _may_come(ctx, body_bytes)
     async with await _open(ctx, peer, "body", Span(start=position, stop=position + 1)) as stream:
-        return await _exactly(ctx, stream, body_bytes)
+        return await _exactly(ctx, stream, body_bytes, is_paid=is_paid)
 
 
 async def fetch_leaf_digests(ctx: Asking, peer: str, position: int, count: int) -> list[bytes]:
@@ -166,20 +167,27 @@ async def fetch_leaf_digests(ctx: Asking, peer: str, position: int, count: int) 
 async def fetch_leaves(
     ctx: Asking, peer: str, position: int, indices: Sequence[int]
 ) -> AsyncIterator[tuple[int, bytes]]:
-    """Fetch consecutive leaves of a snapshot, unverified.
-
-    Over a link with a cap each is asked for alone, once it may come: what a donor may send, it
-    sends at once, and libp2p takes megabytes of each stream before a reader that waits holds it up.
-    """
+    """Fetch consecutive leaves of a snapshot, unverified; over a link with a cap each alone."""
     step = 1 if ctx.link.inflow.is_limited else len(indices)
     for some in (indices[i : i + step] for i in range(0, len(indices), step)):
-        if ctx.link.inflow.is_limited:
-            await ctx.link.inflow.take(len(some) * LEAF_BYTES)
+        is_paid = await _may_come(ctx, len(some) * LEAF_BYTES)
         request = LeafRequest(position=position, start=some[0], stop=some[-1] + 1)
         async with await _open(ctx, peer, "leaves", request) as stream:
-            floor = _Floor(ctx, is_paid=ctx.link.inflow.is_limited)
+            floor = _Floor(ctx, is_paid=is_paid)
             for index in some:
                 yield index, await floor.message(stream)
+
+
+async def _may_come(ctx: Asking, num_bytes: int) -> bool:
+    """Wait until the cap of the link lets so many bytes come; return whether there is a cap.
+
+    They are waited for before they are asked for: a donor sends them at once, and libp2p takes
+    megabytes of each stream before a reader that waits holds it up.
+    """
+    if not ctx.link.inflow.is_limited:
+        return False
+    await ctx.link.inflow.take(num_bytes)
+    return True
 
 
 def _patience_s(ctx: Asking) -> float:
@@ -281,9 +289,11 @@ class _Outflow:
             await asyncio.sleep(0)
 
 
-async def _exactly(ctx: Asking, stream: Stream, wire_bytes: int) -> bytearray:
+async def _exactly(
+    ctx: Asking, stream: Stream, wire_bytes: int, *, is_paid: bool = False
+) -> bytearray:
     body = bytearray()
-    floor = _Floor(ctx)
+    floor = _Floor(ctx, is_paid=is_paid)
     while len(body) < wire_bytes:
         body += await floor.message(stream)
     if len(body) != wire_bytes:

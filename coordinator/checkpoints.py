@@ -167,7 +167,7 @@ def load_checkpoint(path: str | Path) -> Checkpoint:
         position=state.position,
         chain=header.chain,
         state=state,
-        moment=header.moment if len(header.moment) > 1 else {},
+        moment=header.moment if len(header.spec.modules) > 1 else {},
     )
 
 
@@ -348,12 +348,15 @@ def _header(path: Path, metadata: Mapping[str, str]) -> Header:
 
 
 def _moment(modules: Sequence[str], told: str | None, position: int) -> dict[str, int]:
-    """Return the positions of a run's modules; a file that tells none is of one position."""
+    """Return the positions of a run's modules; a file that tells none is of one position.
+
+    A follower of some stages knows those of these stages alone.
+    """
     if told is None:
         return dict.fromkeys(modules, position)
     found: object = json.loads(told)
-    if not isinstance(found, dict) or set(found) != set(modules):
+    if not isinstance(found, dict) or not found or not set(found) <= set(modules):
         raise ValueError(f"expected the moment of {len(modules)} modules, got {told[:80]!r}")
     if not all(isinstance(at, int) and at >= 0 for at in found.values()):
         raise ValueError(f"expected positions from 0 on, got {told[:80]!r}")
-    return {module: found[module] for module in modules}
+    return {module: found[module] for module in modules if module in found}

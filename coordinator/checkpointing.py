@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -45,7 +45,7 @@ class Checkpointing:
         replicas: Mapping[str, ReplicaView],
         folders: Mapping[str, Path],
         report: Callable[[Level, str], None],
-        on_written: Callable[[Path], None] = lambda path: None,
+        on_written: Callable[[Sequence[Path]], None] = lambda paths: None,
     ) -> None:
         """Continue after what is on disk.
 
@@ -54,7 +54,7 @@ class Checkpointing:
             replicas: of the modules, by name and in order; a follower may have only some.
             folders: of their checkpoints.
             report: logs an event for each set that was written or failed.
-            on_written: takes each new set's file of the last module, in the loop.
+            on_written: takes the files of each new set, by module, before any is removed.
         """
         self._spec = spec
         self._replicas = replicas
@@ -121,7 +121,7 @@ class Checkpointing:
         try:
             at = await asyncio.to_thread(self._write_states)
             self._report("info", self._told(at))
-            self._on_written(self.path(self._lead, at[self._lead]))
+            self._on_written([self.path(*each) for each in at.items()])
             await asyncio.to_thread(self._remove_old)
         except CheckpointError as error:
             self._report("error", str(error))

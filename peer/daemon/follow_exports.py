@@ -2,6 +2,8 @@
 
     exports/NAME-00000100/               a folder for `transformers`
     exports/NAME-00000100.safetensors    or one file of the trained parameters
+    exports/.due/                        links to the checkpoint that is next, or under way: it
+                                         may be pruned meanwhile
 
 Each is what `atoll export` writes, in a process of its own: a model takes memory, and its code may
 be anybody's. That process has low priority and one thread, and following never waits for it: what
@@ -37,6 +39,7 @@ Format = Literal["hf", "safetensors"]
 
 KEPT = 3  # exports, unless the owner says otherwise
 NICE = 15  # of the process that exports
+DUE = ".due"
 ENDING_S = 5.0  # in which it ends at a signal
 TOLD_CHARS = 500  # of what it says when it fails
 
@@ -128,6 +131,7 @@ class Exports:
         self._spec = spec
         self._report = report
         self._due: Path | None = None
+        """The file of a checkpoint that is next, in a folder of links; of a pipeline the last."""
         self._working: asyncio.Task[None] | None = None
         for left in self._folder.glob(".*"):  # by a process that was killed
             _remove(left)
@@ -138,12 +142,18 @@ class Exports:
         """Return whether an export is being made; in any thread."""
         return self._working is not None and not self._working.done()
 
-    def look(self, checkpoint: Path) -> None:
-        """Export a new checkpoint if one is due; of a pipeline, name its last stage's file."""
-        options = self._options
-        if options is None or not is_due(_position(checkpoint), self._newest, options.every):
+    def look(self, checkpoint: Sequence[Path]) -> None:
+        """Export a new checkpoint if one is due, which has a file for each module."""
+        options, position = self._options, _position(checkpoint[-1])
+        if options is None or not is_due(position, self._newest, options.every):
             return
-        self._due = checkpoint
+        if self._due is not None:
+            _remove(self._links(self._due))
+            self._due = None
+        try:
+            self._due = self._linked(checkpoint)
+        except OSError as error:
+            self._report("error", f"no export of {checkpoint[-1].name}: {error}")
         if not self.is_writing:
             self._working = asyncio.create_task(self._work(options))
 
@@ -152,6 +162,7 @@ class Exports:
         if self._working is not None:
             self._working.cancel()
             await asyncio.wait({self._working})
+        await asyncio.to_thread(_remove, self._folder / DUE)
 
     async def _work(self, options: ExportOptions) -> None:
         while (checkpoint := self._due) is not None:
@@ -161,13 +172,27 @@ class Exports:
             out = self._folder / name
             try:
                 if not out.exists():
-                    await asyncio.to_thread(self._folder.mkdir, exist_ok=True)
                     given = options.arguments(await self._tokenizer(options))
                     await _export(checkpoint, out, ["--format", options.form, *given])
                     self._report("info", f"export {name} written")
                 await asyncio.to_thread(self._remove_old, options.keep)
             except (OSError, SetupError) as error:
                 self._report("error", f"no export {name}: {error}")
+            finally:
+                await asyncio.to_thread(_remove, self._links(checkpoint))
+
+    def _links(self, checkpoint: Path) -> Path:
+        """Return the folder of links to a checkpoint."""
+        return self._folder / DUE / str(_position(checkpoint))
+
+    def _linked(self, checkpoint: Sequence[Path]) -> Path:
+        """Link the files of a checkpoint; return the last one's link. Raises OSError."""
+        links = self._links(checkpoint[-1])
+        linked = [links.joinpath(*_inside(path)) for path in checkpoint]
+        for path, link in zip(checkpoint, linked, strict=True):
+            link.parent.mkdir(parents=True, exist_ok=True)
+            os.link(path, link)
+        return linked[-1]
 
     async def _tokenizer(self, options: ExportOptions) -> str | None:
         """Return the file of the run's tokenizer, if it is needed. Raises DataError, OSError."""
@@ -239,6 +264,11 @@ def _position(path: Path) -> int:
     """Return the round in the name of a checkpoint or an export; 0 if it has none."""
     digits = path.name.removesuffix(".safetensors").rpartition("-")[2]
     return int(digits) if digits.isdecimal() else 0
+
+
+def _inside(path: Path) -> tuple[str, ...]:
+    """Return the name of a checkpoint's file, of a pipeline with the folder of its stage."""
+    return (path.name,) if path.parent.name == "checkpoints" else (path.parent.name, path.name)
 
 
 def _remove(path: Path) -> None:

@@ -230,7 +230,9 @@ class _Opening:
             raise failed[0]
 
     async def _leave(self) -> list[BaseException | None]:
-        return await asyncio.gather(*(each.close() for each in self._held), return_exceptions=True)
+        return await asyncio.gather(
+            *(each.close() for each in self._held.values()), return_exceptions=True
+        )
 
     def _note(self, level: Level, text: str) -> None:
         self._folder.keep_event(level, self._me, text)

@@ -12,6 +12,7 @@ from atoll.peer.daemon.follow_exports import ExportOptions, Exports, is_due
 from atoll.peer.training.one_file import ExportError
 from support.organiser import first_state, tiny_spec
 
+STAGES = ("stage-1", "stage-2")
 CUSTOM = RunSpec.from_dict({"model": {"custom": "their.code:model"}})
 
 
@@ -70,11 +71,18 @@ class Made:
         await self.may_end.wait()
         if self.fails:
             raise ExportError("no space")
-        out.write_bytes(b"")
+        out.write_bytes(b"".join(path.read_bytes() for path in sorted(siblings(checkpoint))))
 
     async def look(self, *positions):
+        """Tell of checkpoints of two stages, which are pruned at once."""
         for position in positions:
-            self.exports.look(self.root / f"run-{position:08d}.safetensors")
+            paths = [self.root / "checkpoints" / stage / name_of(position) for stage in STAGES]
+            for path in paths:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_text(path.parent.name)
+            self.exports.look(paths)
+            for path in paths:
+                path.unlink()
             await asyncio.sleep(0)
 
     async def ended(self):
@@ -85,11 +93,17 @@ class Made:
 
     @property
     def files(self):
-        return sorted(path.name for path in (self.root / "exports").iterdir())
+        return sorted(
+            path.name for path in (self.root / "exports").iterdir() if path.name != ".due"
+        )
 
 
 def name_of(position):
     return f"run-{position:08d}.safetensors"
+
+
+def siblings(checkpoint):
+    return checkpoint.parent.parent.glob(f"stage-*/{checkpoint.name}")
 
 
 def test_following_goes_on_while_one_is_made_and_the_newest_is_next(tmp_path, monkeypatch):
@@ -105,6 +119,8 @@ def test_following_goes_on_while_one_is_made_and_the_newest_is_next(tmp_path, mo
             await made.look(position)
             await made.ended()
         assert made.files == [name_of(5), name_of(6)]  # the newest two stay
+        assert (tmp_path / "exports" / name_of(6)).read_text() == "stage-1stage-2"
+        assert list((tmp_path / "exports" / ".due").iterdir()) == []
         assert made.said[-1] == f"info: export {name_of(6)} written"
 
     asyncio.run(main())
@@ -153,7 +169,7 @@ def test_a_process_writes_the_model(tmp_path, form):
     begun = first_state(spec)
     state = OuterState.blank(begun.layout, 4)
     state.params_N.copy_(begun.params_N)
-    path = tmp_path / "tiny-00000004.safetensors"
+    path = tmp_path / "checkpoints" / "tiny-00000004.safetensors"
     checkpoint = Checkpoint(
         spec=spec, run_id=bytes(32), epoch=0, position=4, chain=bytes(32), state=state
     )
@@ -162,10 +178,11 @@ def test_a_process_writes_the_model(tmp_path, form):
     async def main():
         options = ExportOptions(every=4, form=form)
         exports = Exports(options, tmp_path, spec, lambda level, text: said.append(text))
-        exports.look(path)
+        exports.look([path])
         async with asyncio.timeout(60):
             while exports.is_writing:
                 await asyncio.sleep(0.1)
+        await exports.close()
 
     asyncio.run(main())
     name = path.stem if form == "hf" else path.name

@@ -20,12 +20,12 @@ each the largest of samples, so they need not add up to the peak. With `--ranks`
 many processes, each with a copy of the model, as `--gpus` starts them.
 
 With `--outer-state disk` the plan is compared with "anon" and the libraries' pages. `p2pd` is a
-process of its own. With `--followers`, so many follow the run from its start; with `--late`, one
-more peer joins after a third of the rounds, and fetches from peers and followers. Seconds of phases
-are those that the peers report, means over the rounds after the first three, as are the bytes that
-a peer sends, which the kernel counts. Processor seconds are of a process over its whole life,
-divided by the rounds. Memory, disk and bytes are compared with what `atoll plan` says before the
-run, whose disk is that of a run of many rounds.
+process of its own. With `--followers`, so many follow the run from its start, and no pieces are
+timed; with `--late`, one more peer joins after a third of the rounds, and fetches from peers and
+followers. Seconds of phases are those that the peers report, means over the rounds after the first
+three, as are the bytes that a peer sends, which the kernel counts. Processor seconds are of a
+process over its whole life, divided by the rounds. Memory, disk and bytes are compared with what
+`atoll plan` says before the run, whose disk is that of a run of many rounds.
 
 Pieces are timed in one thread and in two, each in turn with a copy by torch on as many threads:
 of the bytes that it reads, and of half of those that it reads and writes, which moves as many.
@@ -641,7 +641,7 @@ def main() -> int:
         print("\n".join(piece_table(all_pieces(options.pieces, options))))
         return 0
     if options.rerun or not SAVED.exists():
-        rows = all_pieces(PIECE_PARAMS, options)
+        rows = [] if options.followers else all_pieces(PIECE_PARAMS, options)
         options.log.parent.mkdir(exist_ok=True)
         with options.log.open("wb") as log:
             tiny = measure(TINY, options, log)

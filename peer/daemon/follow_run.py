@@ -22,6 +22,7 @@ from atoll.coordinator.run.files import replace_private
 from atoll.coordinator.run.tokenizer_file import pack
 from atoll.coordinator.service.server import TOKENIZER_FILE
 from atoll.optim.log.replica import DISK_ERRORS
+from atoll.optim.state import vectors
 from atoll.optim.state.outer_state import StateError
 from atoll.peer.daemon.follow_folder import FollowerFolder, Records
 from atoll.peer.daemon.log_run import LogRun
@@ -65,6 +66,9 @@ class FollowRun(LogRun):
         """Return a run that holds a verified state, keeps records, and answers the others."""
         run = cls(env, joined, folder, on_moved)
         await run._enter(joined)
+        # What fetching the first state left; a ledger needs no vector again.
+        vectors.release()
+        await env.compute(vectors.trim, run.replica.layout.numel)
         await run._begin_records()
         return run
 

@@ -36,7 +36,7 @@ async def hold(folder: Path) -> None:
     lab.spec.write_text(template(RunSpec.from_dict(fields)))
 
     async def follow(name: str):
-        every = ("--checkpoint-every", "4")
+        every = ("--checkpoint-every", "4", "--export-every", "4", "--keep-exports", "1")
         return await lab.start(name, "follow", invite, "--dir", folder / name, *every, *FOLLOW)
 
     try:
@@ -96,6 +96,8 @@ async def hold(folder: Path) -> None:
             lambda now: next((p.rounds_counted > 1 for p in now.peers if p.name == "new"), False),
             *(second, *peers, left, right),
         )
+        exports = folder / "left" / "exports"
+        await until(lambda: list(exports.glob("kept-*/model.safetensors")), second, left, right)
         await second.stop()
         chains = [chain_of(folder / name) for name in ("second", "left", "right")]
         shared = min(map(len, chains))

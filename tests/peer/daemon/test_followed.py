@@ -1,13 +1,24 @@
 """What a follower follows: which logs, on which ports, and contexts that end at once."""
 
 import asyncio
-from contextlib import asynccontextmanager
+import threading
+from contextlib import asynccontextmanager, closing
+from functools import partial
 
 import pytest
 
 from atoll.coordinator.run.spec import RunSpec
-from atoll.peer.daemon.followed import CannotFollow, _KeptOpen, followed_modules, port_after
-from support.organiser import LOOPBACK
+from atoll.peer.daemon.follow_exports import ExportOptions
+from atoll.peer.daemon.followed import (
+    CannotFollow,
+    FollowOptions,
+    _KeptOpen,
+    followed_modules,
+    port_after,
+)
+from atoll.peer.daemon.following import Follower
+from atoll.peer.daemon.options import PeerOptions
+from support.organiser import LOOPBACK, tiny_spec
 
 THREE = RunSpec.from_dict({"topology": {"stages": 3}})
 
@@ -79,3 +90,27 @@ def test_a_context_that_cannot_be_entered_says_why():
             await _KeptOpen.open(broken())
 
     asyncio.run(main())
+
+
+@pytest.mark.exhaustive  # a coordinator and a join; what is refused is tested above
+@pytest.mark.parametrize(
+    ("sections", "options", "why"),
+    [
+        ({"outer": {"method": "noloco"}}, {}, "has no log"),
+        ({}, {"stages": ("1",)}, "has one log; omit it"),
+        ({}, {"exports": ExportOptions(every=1, form="hf")}, None),
+    ],
+)
+def test_nothing_is_followed_that_is_refused(organise, tmp_path, sections, options, why):
+    invite = organise(tiny_spec(**sections)).invite
+    folder = tmp_path / "follower"
+    peer = PeerOptions(invite=invite, state_dir=folder, listen=LOOPBACK, role="follower")
+    following = partial(Follower, FollowOptions(peer=peer, **options), print, threading.Event())
+    if why is None:
+        with closing(following()) as follower:
+            assert follower.place.positions == (0,) and follower.place.modules == ("",)
+        assert (folder / "log").is_dir()
+    else:
+        with pytest.raises(CannotFollow, match=why):
+            following()
+        assert not (folder / "log").exists() and not (folder / "history.db").exists()

@@ -91,7 +91,7 @@ class Checkpointing:
 
     @property
     def is_writing(self) -> bool:
-        """Return whether a set is being written; in any thread."""
+        """Return whether a set is being written."""
         return self._writing is not None and not self._writing.done()
 
     async def close(self) -> None:

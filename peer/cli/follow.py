@@ -104,8 +104,8 @@ def _add_exports(parser: argparse.ArgumentParser) -> None:
         "--export-every",
         type=_some,
         metavar="N",
-        help="Rounds between two exports, each of the first checkpoint at or after a multiple of N "
-        "(default: no exports).",
+        help="Rounds between two exports: each of the first checkpoint at or after a multiple of "
+        "N, and of the last one (default: no exports).",
     )
     parser.add_argument(
         "--export-format",

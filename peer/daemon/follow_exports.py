@@ -139,13 +139,15 @@ class Exports:
 
     @property
     def is_writing(self) -> bool:
-        """Return whether an export is being made; in any thread."""
+        """Return whether an export is being made."""
         return self._working is not None and not self._working.done()
 
-    def look(self, checkpoint: Sequence[Path]) -> None:
-        """Export a new checkpoint if one is due, which has a file for each module."""
+    def look(self, checkpoint: Sequence[Path], *, last: bool = False) -> None:
+        """Export a new checkpoint if it is due, or the run's `last`; it has a file a module."""
         options, position = self._options, _position(checkpoint[-1])
-        if options is None or not is_due(position, self._newest, options.every):
+        if options is None or position <= self._newest:
+            return
+        if not (last or is_due(position, self._newest, options.every)):
             return
         if self._due is not None:
             _remove(self._links(self._due))
@@ -158,7 +160,8 @@ class Exports:
             self._working = asyncio.create_task(self._work(options))
 
     async def close(self) -> None:
-        """Give up the export under way."""
+        """Give up the export under way, and begin none."""
+        self._options = None
         if self._working is not None:
             self._working.cancel()
             await asyncio.wait({self._working})

@@ -101,8 +101,8 @@ class Followed:
         self.peers = tuple(peers)
         """One for each module, in the run's order."""
         self.runs = tuple(runs)
-        self.is_writing: Callable[[], bool] = lambda: False
-        """Returns whether a checkpoint or an export is being written; in any thread."""
+        self.has_written: Callable[[], bool] = lambda: True
+        """Returns whether all checkpoints and exports that are due are written; in the loop."""
 
     @classmethod
     @asynccontextmanager
@@ -212,10 +212,17 @@ class _Opening:
             {module: self._runs[module].replica for module in modules},
             {module: self._folder.files(module).checkpoints for module in modules},
             self._note,
-            on_written=exports.look,
+            on_written=lambda paths: exports.look(paths, last=followed.is_complete),
         )
-        followed.is_writing = lambda: checkpoints.is_writing or exports.is_writing
-        self._look = lambda: checkpoints.look(last=followed.is_complete)
+
+        def look() -> None:
+            checkpoints.look(last=followed.is_complete)
+
+        def has_written() -> bool:
+            look()  # the last entry may have been applied just now
+            return not checkpoints.is_writing and not exports.is_writing
+
+        self._look, followed.has_written = look, has_written
         try:
             yield followed
         finally:
@@ -225,14 +232,10 @@ class _Opening:
 
     async def close(self) -> None:
         """Leave with all peers at once; raise the first failure."""
-        failed = [each for each in await self._leave() if isinstance(each, Exception)]
-        if failed:
-            raise failed[0]
-
-    async def _leave(self) -> list[BaseException | None]:
-        return await asyncio.gather(
-            *(each.close() for each in self._held.values()), return_exceptions=True
-        )
+        ends = (each.close() for each in self._held.values())
+        for failure in await asyncio.gather(*ends, return_exceptions=True):
+            if isinstance(failure, Exception):
+                raise failure
 
     def _note(self, level: Level, text: str) -> None:
         self._folder.keep_event(level, self._me, text)

@@ -113,7 +113,7 @@ class Follower:
             if (place := self.place) != last:
                 last = place
                 yield place
-            if place.is_complete and not self.followed.is_writing():
+            if place.is_complete and self._thread.ask(self.followed.has_written):
                 return
             self._stopping.wait(POLL_S)
 

@@ -600,12 +600,21 @@ class Voter:
         if len(body) != part.wire_bytes:
             # The owner's lie, not the leader's, which may propose before it has the bytes.
             raise PeerUnreachable(f"no peer has {part.wire_bytes} bytes of this digest")
-        if held.decoded(entry.position, part.digest, (part.start_cell, part.stop_cell)) is None:
+        where = part.start_cell, part.stop_cell
+        votes = not self._ctx.replica.is_ledger
+        if votes and held.decoded(entry.position, part.digest, where) is None:
             await self._keep(entry, part, body)  # an owner may name the bytes of another part
         return body
 
     async def _keep(self, entry: Entry, part: Part, body: Bytes) -> None:
-        """Keep a part if it decodes to its cells; PeerUnreachable if it does not."""
+        """Keep a part if it decodes to its cells; PeerUnreachable if it does not.
+
+        A follower neither votes nor proposes: a quorum has decoded what it gathers, and its ledger
+        decodes a body while it applies it. Values of all parts would take as much as parameters.
+        """
+        if self._ctx.replica.is_ledger:
+            self._ctx.parts.put(entry.position, part.digest, body)
+            return
         values = await self._decode(entry, part, body)
         decoded = Decoded(part.start_cell, part.stop_cell, values)
         self._ctx.parts.put(entry.position, part.digest, body, decoded)

@@ -73,14 +73,14 @@ class Made:
             raise ExportError("no space")
         out.write_bytes(b"".join(path.read_bytes() for path in sorted(siblings(checkpoint))))
 
-    async def look(self, *positions):
+    async def look(self, *positions, last=False):
         """Tell of checkpoints of two stages, which are pruned at once."""
         for position in positions:
             paths = [self.root / "checkpoints" / stage / name_of(position) for stage in STAGES]
             for path in paths:
                 path.parent.mkdir(parents=True, exist_ok=True)
                 path.write_text(path.parent.name)
-            self.exports.look(paths)
+            self.exports.look(paths, last=last)
             for path in paths:
                 path.unlink()
             await asyncio.sleep(0)
@@ -158,6 +158,23 @@ def test_a_restart_removes_what_was_half_written_and_makes_none_again(tmp_path, 
         await made.look(8)
         await made.exports.close()  # given up
         assert made.files == ["run-00000007"]
+
+    asyncio.run(main())
+
+
+def test_the_runs_last_model_is_exported_whatever_its_round(tmp_path, monkeypatch):
+    async def main():
+        made = Made(tmp_path, monkeypatch, every=100)
+        await made.look(101)
+        await made.ended()
+        await made.look(130)
+        await made.look(130, last=True)
+        await made.look(130, last=True)
+        await made.ended()
+        await made.exports.close()
+        await made.look(200)
+        assert not made.exports.is_writing
+        assert made.files == [name_of(101), name_of(130)]
 
     asyncio.run(main())
 

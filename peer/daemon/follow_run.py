@@ -152,6 +152,8 @@ class FollowRun(LogRun):
 
     def _on_settled(self, settled: Settled) -> None:
         super()._on_settled(settled)
+        # Others drop parts of decided rounds as they vote or reduce, which a follower never does.
+        self.ctx.parts.decided_up_to(self.replica.position)
         self._on_moved()
         self._env.tasks.spawn(self._note, None)
 

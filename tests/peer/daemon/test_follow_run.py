@@ -62,6 +62,7 @@ def test_a_follower_has_all_of_a_run_that_began_without_it(organise, kit, start,
     folder, events = tmp_path / "follower", []
     with followed(organiser.invite, folder, events) as follower:
         kit.until(lambda: follower.place.is_complete, "the follower has all rounds")
+        assert not follower.followed.runs[0].ctx.parts._parts  # a body a round, for weeks
         assert trainer.join() is True
         assert "follower" in {peer.role for peer in organiser.status().peers}
     status = read(folder).status

@@ -600,9 +600,7 @@ class Voter:
         if len(body) != part.wire_bytes:
             # The owner's lie, not the leader's, which may propose before it has the bytes.
             raise PeerUnreachable(f"no peer has {part.wire_bytes} bytes of this digest")
-        where = part.start_cell, part.stop_cell
-        votes = not self._ctx.replica.is_ledger
-        if votes and held.decoded(entry.position, part.digest, where) is None:
+        if held.decoded(entry.position, part.digest, (part.start_cell, part.stop_cell)) is None:
             await self._keep(entry, part, body)  # an owner may name the bytes of another part
         return body
 

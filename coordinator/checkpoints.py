@@ -5,7 +5,8 @@
                that (`atoll.optim.state.outer_state`)
     metadata   format "atoll checkpoint 2", spec (canonical JSON), layout (JSON: the order of the
                names), position, epoch, chain, run_id and root (hex); of a pipeline also
-               moment (JSON: the positions of all modules at that moment, by name)
+               moment (JSON: by name, the positions at that moment of all modules, or of those
+               that a follower keeps)
 
 `root` is the state root (`atoll.optim.state.outer_state`) over all numbers, so a reader can verify
 what was written. A file is written under another name, synced and renamed; the checkpoint of
@@ -99,7 +100,7 @@ class Header:
     layout: Layout
     """The file has these tensors: parameters as fp32, momentum as fp32 or bf16."""
     moment: Mapping[str, int]
-    """Positions of all modules of the run at that moment, in order."""
+    """Positions of the run's modules at that moment, in order; a follower may know some alone."""
 
 
 def after_rounds(positions: Sequence[int]) -> str:

@@ -131,6 +131,12 @@ def _beside(given: Header, *, is_newest: bool) -> tuple[Header, list[Path]]:
         )
     folders = {module: stage.parent / module for module in modules}
     as_of = (_newest_complete(given, folders) if is_newest else None) or given
+    if set(as_of.moment) != set(modules):
+        raise CheckpointError(
+            f"{given.path}: it is of {', '.join(as_of.moment)} alone, as a follower of these "
+            f"stages keeps; expected all {len(modules)} stages: take a checkpoint of the "
+            "coordinator, or of a follower of all"
+        )
     paths = _paths(as_of, folders)
     if not all(path.exists() for path in paths):
         raise _incomplete(as_of, paths, _newest_complete(given, folders))

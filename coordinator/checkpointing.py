@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -45,19 +45,23 @@ class Checkpointing:
         replicas: Mapping[str, ReplicaView],
         folders: Mapping[str, Path],
         report: Callable[[Level, str], None],
+        on_written: Callable[[Sequence[Path]], None] = lambda paths: None,
     ) -> None:
         """Continue after what is on disk.
 
         Args:
             spec: the run's.
-            replicas: of the modules, by name and in order.
+            replicas: of the modules, by name and in order; a follower may have only some.
             folders: of their checkpoints.
             report: logs an event for each set that was written or failed.
+            on_written: takes the files of each new set, by module, before any is removed.
         """
         self._spec = spec
         self._replicas = replicas
         self._folders = folders
         self._report = report
+        self._on_written = on_written
+        self._is_staged = len(spec.modules) > 1
         *_, self._lead = replicas
         """Its rounds say when a set is due; each set has a file of its own there."""
         self._newest = next(self._sets(), {})
@@ -85,6 +89,11 @@ class Checkpointing:
         # Never cancelled, and awaited by the next one or `close`: a checkpoint that begins is kept.
         self._writing = asyncio.create_task(self._write(self._writing))
 
+    @property
+    def is_writing(self) -> bool:
+        """Return whether a set is being written."""
+        return self._writing is not None and not self._writing.done()
+
     async def close(self) -> None:
         """Write the last checkpoints."""
         self.look(last=True)
@@ -94,11 +103,13 @@ class Checkpointing:
     def _sets(self) -> Iterator[Mapping[str, int]]:
         """Yield the positions of each set on disk, from the newest one on."""
         for position in reversed(self._on_disk(self._lead)):
-            if len(self._replicas) == 1:
+            if not self._is_staged:
                 yield {self._lead: position}
                 continue
             with suppress(CheckpointError):
-                yield read_header(self.path(self._lead, position)).moment
+                moment = read_header(self.path(self._lead, position)).moment
+                if self._replicas.keys() <= moment.keys():
+                    yield moment
 
     def _on_disk(self, module: str) -> list[int]:
         found = self._folders[module].glob(f"{self._spec.run.name}-{'[0-9]' * 8}.safetensors")
@@ -108,8 +119,9 @@ class Checkpointing:
         if before is not None:
             await before  # one at a time: each holds a copy of the model
         try:
-            told = await asyncio.to_thread(self._write_states)
-            self._report("info", told)
+            at = await asyncio.to_thread(self._write_states)
+            self._report("info", self._told(at))
+            self._on_written([self.path(*each) for each in at.items()])
             await asyncio.to_thread(self._remove_old)
         except CheckpointError as error:
             self._report("error", str(error))
@@ -117,21 +129,26 @@ class Checkpointing:
             logger.exception("a checkpoint failed")
             self._report("error", f"no checkpoint written: {error!r}")
 
-    def _write_states(self) -> str:
-        """Write a set, of states that are all taken before the first is written; describe it."""
+    def _write_states(self) -> Mapping[str, int]:
+        """Write a set, of states that are all taken before the first; return their positions."""
         held: dict[str, tuple[ReplicaStanding, Callable[[], None]]] = {}
         try:
             for name, replica in self._replicas.items():
                 held[name] = _kept(replica)
             at = {name: standing.head.position for name, (standing, _) in held.items()}
             for name, (standing, release) in held.items():
-                self._write_state(name, standing, {} if len(at) == 1 else at, release)
+                self._write_state(name, standing, at if self._is_staged else {}, release)
         finally:
             for _, release in held.values():
                 release()
-        if len(at) == 1:
+        return at
+
+    def _told(self, at: Mapping[str, int]) -> str:
+        if not self._is_staged:
             return f"checkpoint {self.path(self._lead, at[self._lead]).name} written"
-        return f"checkpoint of all stages written, {after_rounds(tuple(at.values()))}"
+        are_all = len(at) == len(self._spec.modules)
+        stages = "all stages" if are_all else ", ".join(at)
+        return f"checkpoint of {stages} written, {after_rounds(tuple(at.values()))}"
 
     def _write_state(
         self,

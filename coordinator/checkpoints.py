@@ -5,7 +5,8 @@
                that (`atoll.optim.state.outer_state`)
     metadata   format "atoll checkpoint 2", spec (canonical JSON), layout (JSON: the order of the
                names), position, epoch, chain, run_id and root (hex); of a pipeline also
-               moment (JSON: the positions of all modules at that moment, by name)
+               moment (JSON: by name, the positions at that moment of all modules, or of those
+               that a follower keeps)
 
 `root` is the state root (`atoll.optim.state.outer_state`) over all numbers, so a reader can verify
 what was written. A file is written under another name, synced and renamed; the checkpoint of
@@ -99,7 +100,7 @@ class Header:
     layout: Layout
     """The file has these tensors: parameters as fp32, momentum as fp32 or bf16."""
     moment: Mapping[str, int]
-    """Positions of all modules of the run at that moment, in order."""
+    """Positions of the run's modules at that moment, in order; a follower may know some alone."""
 
 
 def after_rounds(positions: Sequence[int]) -> str:
@@ -167,7 +168,7 @@ def load_checkpoint(path: str | Path) -> Checkpoint:
         position=state.position,
         chain=header.chain,
         state=state,
-        moment=header.moment if len(header.moment) > 1 else {},
+        moment=header.moment if len(header.spec.modules) > 1 else {},
     )
 
 
@@ -348,12 +349,15 @@ def _header(path: Path, metadata: Mapping[str, str]) -> Header:
 
 
 def _moment(modules: Sequence[str], told: str | None, position: int) -> dict[str, int]:
-    """Return the positions of a run's modules; a file that tells none is of one position."""
+    """Return the positions of a run's modules; a file that tells none is of one position.
+
+    A follower of some stages knows those of these stages alone.
+    """
     if told is None:
         return dict.fromkeys(modules, position)
     found: object = json.loads(told)
-    if not isinstance(found, dict) or set(found) != set(modules):
+    if not isinstance(found, dict) or not found or not set(found) <= set(modules):
         raise ValueError(f"expected the moment of {len(modules)} modules, got {told[:80]!r}")
     if not all(isinstance(at, int) and at >= 0 for at in found.values()):
         raise ValueError(f"expected positions from 0 on, got {told[:80]!r}")
-    return {module: found[module] for module in modules}
+    return {module: found[module] for module in modules if module in found}

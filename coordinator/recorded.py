@@ -115,9 +115,20 @@ def read(state_dir: Path, *, module: str = "", newest: int = MAX_ROUNDS) -> Past
         )
     try:
         spec = RunSpec.from_json((state_dir / "spec.json").read_bytes())
+        _expect_logs(state_dir, spec)
         return _read(state_dir, spec, module or spec.modules[-1], newest)
     except (OSError, SpecError, sqlite3.Error, ValueError) as error:
         raise NoRecord(f"{state_dir}: cannot be read: {error}") from None
+
+
+def _expect_logs(state_dir: Path, spec: RunSpec) -> None:
+    """Raise NoRecord for the folder of a follower of some stages."""
+    there = [name for name in spec.modules if (state_dir / log_folder(name) / LOG_FILE).is_file()]
+    if 0 < len(there) < len(spec.modules):
+        raise NoRecord(
+            f"it holds {', '.join(there)} of {len(spec.modules)} stages alone; pass an invite, or "
+            "the folder of the coordinator or of a follower of all stages"
+        )
 
 
 def _read(state_dir: Path, spec: RunSpec, module: str, newest: int) -> PastRun:

@@ -19,6 +19,7 @@
       texts/RUN_ID/                         key and tokenizer of `atoll sample INVITE`
       followers/RUN_ID/                     state of `atoll follow INVITE`: a peer's, and the log,
                                             records and checkpoints as a coordinator's
+        peers/stage-2/                        of a pipeline: the peers that follow further stages
       coordinators/RUN_NAME/                state of one coordinator: `coordinator_state_dir`
       viewer.key                            by which this user is known again as an observer
 
@@ -68,6 +69,8 @@ class PeerPaths:
 
     root: Path
     """The peer's state directory; peers never share one."""
+    logs: Path | None = None
+    """Where the logs lie, if not under `root`: the peers of one follower share that folder."""
 
     @property
     def identity(self) -> Path:
@@ -101,7 +104,7 @@ class PeerPaths:
 
     def log(self, module: str = "") -> Path:
         """Directory of the bounded log of a module's updates and snapshots."""
-        return self.root / (module or "log")
+        return (self.logs or self.root) / (module or "log")
 
     def trainer(self, module: str = "") -> Path:
         """Trainer's state of a module, as far as the log does not give it."""

@@ -6,6 +6,7 @@
     ./scripts/bench sizes --rerun --sizes 10m --save --json
     ./scripts/bench sizes --rerun --sizes 30m --method "diloco(state=bf16)" --outer-state disk
     ./scripts/bench sizes --rerun --sizes 300m --rounds 4 --inner-state 8bit --outer-state disk
+    ./scripts/bench sizes --rerun --sizes 10m,30m --rounds 40 --followers 1 --late
     ./scripts/bench sizes --pieces 10000000,50000000     pieces of a round alone, in a minute
 
 A coordinator and peers run as people start them, on this machine and its CPUs. Memory is the peak
@@ -19,10 +20,12 @@ each the largest of samples, so they need not add up to the peak. With `--ranks`
 many processes, each with a copy of the model, as `--gpus` starts them.
 
 With `--outer-state disk` the plan is compared with "anon" and the libraries' pages. `p2pd` is a
-process of its own. Seconds of phases are those that the peers report, means over the rounds after
-the first three, as are the bytes that a peer sends, which the kernel counts. Processor seconds are
-of a process over its whole life, divided by the rounds. Memory, disk and bytes are compared with
-what `atoll plan` says before the run, whose disk is that of a run of many rounds.
+process of its own. With `--followers`, so many follow the run from its start, and no pieces are
+timed; with `--late`, one more peer joins after a third of the rounds, and fetches from peers and
+followers. Seconds of phases are those that the peers report, means over the rounds after the first
+three, as are the bytes that a peer sends, which the kernel counts. Processor seconds are of a
+process over its whole life, divided by the rounds. Memory, disk and bytes are compared with what
+`atoll plan` says before the run, whose disk is that of a run of many rounds.
 
 Pieces are timed in one thread and in two, each in turn with a copy by torch on as many threads:
 of the bytes that it reads, and of half of those that it reads and writes, which moves as many.
@@ -42,6 +45,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
@@ -202,7 +206,7 @@ class Measured:
         Files of an outer state have no names, so that a folder's size is without them.
         """
         plan = self.planned
-        if name == "coordinator":
+        if keeps_all(name):
             kept = plan.coordinator_disk + self.rounds * plan.coordinator_disk_a_round
             return plan.coordinator_memory - self.state_on_disk * plan.coordinator_state, kept
         memory = plan.host_memory(on_gpu=False)
@@ -228,6 +232,11 @@ def spec_of(size: str, options: argparse.Namespace) -> RunSpec:
         "coordinator": {"checkpoint_every": options.rounds // 2, "keep_checkpoints": CHECKPOINTS},
     }
     return RunSpec.from_dict(told | of_method | {"inner": inner | of_method["inner"]})
+
+
+def keeps_all(name: str) -> bool:
+    """Return whether a process keeps the whole log, and trains nothing."""
+    return name.startswith(("coordinator", "follower"))
 
 
 class Processes:
@@ -303,13 +312,13 @@ def measure(size: str, options: argparse.Namespace, log: IO[bytes]) -> Measured:
         run = stack.enter_context(processes(folder, log))
         invite = start_coordinator(run, folder, options)
         names = [f"peer-{index}" for index in range(options.peers)]
+        for index in range(options.followers):
+            name = f"follower-{index}"
+            run.start(name, "follow", invite, "--dir", name, "--json", *beside(options))
         for name in names:
-            run.start(
-                name, "peer", invite, "--state-dir", name, "--name", name, "--device", "cpu",
-                *("--listen", "/ip4/127.0.0.1/tcp/0", "--yes", "--json"),
-                *("--outer-state", options.outer_state), ranks=options.ranks,
-            )  # fmt: skip
-        status = watch(run, names, invite, options.timeout)
+            start_peer(run, name, invite, options)
+        late = [partial(start_peer, run, "late", invite, options)] if options.late else []
+        status = watch(run, names, invite, options, late)
         disk_bytes = {name: folder_bytes(folder / name) for name in run.seen}
     warm = [row for row in status.history if row.position > WARM_ROUNDS]
     phases = {name for row in warm for name in row.seconds}
@@ -328,6 +337,19 @@ def measure(size: str, options: argparse.Namespace, log: IO[bytes]) -> Measured:
         planned=needed(spec, model, options.peers, ranks=options.ranks),
         state_on_disk=options.outer_state == "disk",
     )
+
+
+def start_peer(run: Processes, name: str, invite: str, options: argparse.Namespace) -> None:
+    """Start a peer."""
+    run.start(
+        name, "peer", invite, "--state-dir", name, "--name", name, "--device", "cpu",
+        *("--yes", "--json"), *beside(options), ranks=options.ranks,
+    )  # fmt: skip
+
+
+def beside(options: argparse.Namespace) -> Sequence[str]:
+    """Return the options of peers and followers."""
+    return ("--listen", "/ip4/127.0.0.1/tcp/0", "--outer-state", options.outer_state)
 
 
 def planned_bytes(spec: RunSpec, model: nn.Module, peers: int) -> int:
@@ -352,22 +374,34 @@ def start_coordinator(run: Processes, folder: Path, options: argparse.Namespace)
     return invite.read_text().strip()
 
 
-def watch(run: Processes, names: list[str], invite: str, timeout_s: float) -> RunStatus:
+def watch(
+    run: Processes,
+    names: list[str],
+    invite: str,
+    options: argparse.Namespace,
+    late: list[Callable[[], None]],
+) -> RunStatus:
     """Sample the processes until the peers end; return the last status of the run.
+
+    What is `late` begins after a third of the rounds.
 
     Raises:
         RuntimeError: a process failed, or the run took too long.
     """
     status: RunStatus | None = None
-    deadline_s, asked_s = time.monotonic() + timeout_s, 0.0
+    deadline_s, asked_s = time.monotonic() + options.timeout, 0.0
     while not all([run.ended(name) for name in names]):
         if time.monotonic() > deadline_s:
-            raise RuntimeError(f"the run is not complete after {timeout_s:.0f} s; see the log")
+            raise RuntimeError(
+                f"the run is not complete after {options.timeout:.0f} s; see the log"
+            )
         run.sample()
         if time.monotonic() > asked_s + 1.0:
             asked_s = time.monotonic()
             with suppress(CoordinatorError):
                 status = look(Invite.decode(invite))
+        while late and status is not None and status.position >= options.rounds // 3:
+            late.pop()()
         time.sleep(POLL_S)
     with suppress(CoordinatorError):
         status = look(Invite.decode(invite))
@@ -389,7 +423,7 @@ def rows_of(measured: Measured, tiny: Measured) -> list[Facts]:
     for name, process in measured.processes.items():
         base, (memory_bytes, disk_bytes) = tiny.processes[name], measured.planned_bytes(name)
         peak = (process.peak_bytes - base.peak_bytes) / more
-        inner = 0 if name == "coordinator" else measured.planned.inner_memory / measured.params
+        inner = 0 if keeps_all(name) else measured.planned.inner_memory / measured.params
         rows.append(
             common
             | {
@@ -578,6 +612,8 @@ def parser() -> argparse.ArgumentParser:
         help="moments of AdamW; 8bit needs torchao (default %(default)s)",
     )
     add("--peers", type=int, default=2, help="number of peers (default %(default)s)")
+    add("--followers", type=int, default=0, help="followers of the run (default none)")
+    add("--late", action="store_true", help="let one more peer join in the middle of the run")
     add("--ranks", type=int, default=1, help="processes that train as one peer (default 1)")
     add("--rounds", type=int, default=12, help="rounds of a run (default %(default)s)")
     add("--inner-steps", type=int, default=2, help="inner steps per window (default %(default)s)")
@@ -605,7 +641,7 @@ def main() -> int:
         print("\n".join(piece_table(all_pieces(options.pieces, options))))
         return 0
     if options.rerun or not SAVED.exists():
-        rows = all_pieces(PIECE_PARAMS, options)
+        rows = [] if options.followers else all_pieces(PIECE_PARAMS, options)
         options.log.parent.mkdir(exist_ok=True)
         with options.log.open("wb") as log:
             tiny = measure(TINY, options, log)
@@ -617,6 +653,8 @@ def main() -> int:
             "outer_state": options.outer_state,
             "inner_state": options.inner_state,
             "peers": options.peers,
+            "followers": options.followers,
+            "late": options.late,
             "ranks": options.ranks,
             "rows": rows,
         }

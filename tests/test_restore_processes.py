@@ -28,9 +28,9 @@ def free_port() -> int:
         return free.getsockname()[1]
 
 
-def chain_of(state: Path) -> list[bytes]:
+def chain_of(state: Path, folder: str = "log") -> list[bytes]:
     """Check that the entries of a log follow each other; return the chain before each."""
-    log = f"file:{state / 'log' / LOG_FILE}?mode=ro"
+    log = f"file:{state / folder / LOG_FILE}?mode=ro"
     with contextlib.closing(sqlite3.connect(log, uri=True)) as db:
         rows = db.execute("SELECT position, entry FROM entries ORDER BY position").fetchall()
     chains = [Entry.decode(rows[0][1]).previous_chain]

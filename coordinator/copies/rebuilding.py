@@ -1,6 +1,7 @@
 """A coordinator's directory from the folder of a follower, and a copy of the run's keys.
 
-A follower has the whole log, the states and the records, and none of the coordinator's secrets.
+A follower has the whole log, of a pipeline those of all stages unless its owner named some, the
+states and the records, and none of the coordinator's secrets.
 With `keys.json` from a backup the run goes on with the same invite. Small files that lie beside
 that copy, such as issued invites, are taken too; without them, only the first invite is valid.
 
@@ -30,7 +31,7 @@ from atoll.coordinator.run.spec import RunSpec, run_id
 from atoll.coordinator.run.spec_problems import SpecError
 from atoll.coordinator.service.server import TOKENIZER_FILE, LogFiles
 from atoll.coordinator.signing import SIGNED_FILE
-from atoll.optim.log.replica import WHOLE
+from atoll.optim.log.replica import WHOLE, log_id
 from atoll.optim.log.store import LOG_FILE, LogStore, StoreError
 
 BESIDE_KEYS = (INVITES_FILE, USES_FILE, ORDERS_FILE, RECOVERY_FILE, SIGNED_FILE, "node.key")
@@ -80,13 +81,19 @@ class FollowerToRestore:
             kept = RunSpec.from_json((folder / "spec.json").read_bytes())
         except SpecError as error:
             raise CopiesError(f"{folder}: this version of Atoll cannot read it: {error}") from None
-        expected = _log_id(folder)
-        got = run_id(kept, RunKeys.load_or_create(keys).run_public_key)
-        if expected != got:
+        lacking = [name for name in kept.modules if not LogFiles(folder, b"", name).has_log]
+        if lacking and kept.modules != (WHOLE,):
             raise CopiesError(
-                f"{keys}: expected the keys of run {expected[:12]}, got those of another run; pass "
-                "the keys.json of the coordinator that this folder has followed"
+                f"{folder}: it has followed some stages alone and lacks {', '.join(lacking)}; pass "
+                "the folder of a follower of all stages, or a copy of the coordinator's"
             )
+        own = bytes.fromhex(run_id(kept, RunKeys.load_or_create(keys).run_public_key))
+        for name in kept.modules:
+            if _log_id(folder, name) != log_id(own, name):
+                raise CopiesError(
+                    f"{keys}: expected the keys of the run that {folder} has followed, got those "
+                    "of another run; pass the keys.json of its coordinator"
+                )
         return cls(spec=spec_to_start_with(kept, spec_file, str(folder)), folder=folder, keys=keys)
 
     def restore(self, spec: RunSpec, state_dir: Path, say: Callable[[str], None]) -> None:
@@ -98,34 +105,43 @@ class FollowerToRestore:
         """
         with made_whole(state_dir) as partial:
             try:
-                position = self._fill(partial)
+                positions = self._fill(partial)
             except (sqlite3.DatabaseError, StoreError) as error:
                 raise CopiesError(f"{self.folder}: {error}; take another follower's") from None
-        tell_restored(spec, [position], state_dir, say)
+        tell_restored(spec, positions, state_dir, say)
 
-    def _fill(self, partial: Path) -> int:
-        """Copy everything; return the position of the log."""
-        for name in ("spec.json", "genesis.root", TOKENIZER_FILE):
+    def _fill(self, partial: Path) -> list[int]:
+        """Copy everything; return the positions of the logs."""
+        modules = [name for name in self.spec.modules if name != WHOLE]
+        roots = [LogFiles(self.folder, b"", name).file("genesis.root") for name in modules]
+        for name in ("spec.json", "genesis.root", TOKENIZER_FILE, *(root.name for root in roots)):
             if (self.folder / name).exists():
                 replace_private(partial / name, (self.folder / name).read_bytes())
         replace_private(partial / KEYS_FILE, self.keys.read_bytes())
-        for name in BESIDE_KEYS:
+        beside_keys = [*BESIDE_KEYS, *(f"{name}.{SIGNED_FILE}" for name in modules)]
+        for name in beside_keys:
             beside = self.keys.parent / name
             if beside.is_file():
                 replace_private(partial / name, beside.read_bytes())
-        identifier = bytes.fromhex(_log_id(self.folder))
-        source, files = LogFiles(self.folder, b"", WHOLE), LogFiles(partial, identifier, WHOLE)
-        _copy_database(source.file("history.db"), files.file("history.db"))
+        # Events of the whole run; in a dense run, the rounds as well.
+        _copy_database(self.folder / "history.db", partial / "history.db")
+        return [self._fill_log(partial, name) for name in self.spec.modules]
+
+    def _fill_log(self, partial: Path, module: str) -> int:
+        """Copy what belongs to one log; return its position."""
+        source, files = (LogFiles(place, b"", module) for place in (self.folder, partial))
+        if module != WHOLE:
+            _copy_database(source.file("history.db"), files.file("history.db"))
         _copy_log(source.folder, files.folder)
         with closing(LogStore.reading(files.folder)) as store:
             skip_numbers(files.file(SIGNED_FILE), [epoch for epoch, _ in store.epochs()])
             return store.head.position
 
 
-def _log_id(folder: Path) -> str:
+def _log_id(folder: Path, module: str) -> bytes:
     try:
-        with closing(LogStore.reading(LogFiles(folder, b"", WHOLE).folder)) as store:
-            return store.run_id.hex()
+        with closing(LogStore.reading(LogFiles(folder, b"", module).folder)) as store:
+            return store.run_id
     except (StoreError, sqlite3.Error) as error:
         raise CopiesError(f"{folder}: {error}; take another follower's") from None
 

@@ -1,98 +1,35 @@
-"""Following a run: all of its log, its newest state and its checkpoints, without training.
+"""Following one log of a run: all of it, its newest state, and its records, without training.
 
 A follower is a peer that trains nothing and votes for nothing. Unlike other peers it prunes
 nothing, and what it missed before it joined it fetches, updates included. Joiners find it in the
 roster and take entries and snapshots from it as from any peer.
 
-Its folder is a peer's, with what a coordinator keeps beside its keys:
-
-    run.json, identity.key, lock, ...    see `PeerPaths`
-    spec.json, tokenizer.z, genesis.root, log/, history.db, checkpoints/
-                                         as in a coordinator's (`atoll.coordinator.service.server`)
-
-So `atoll status`, `dashboard`, `report` and `export --round` read it, and
-`atoll coordinator --restore` makes a coordinator's directory of it.
-
-Exceptions:
-
-    ValueError
-      CannotFollow     the run has no single log
+What it keeps lies in a `FollowerFolder`. So `atoll status`, `dashboard`, `report` and `export
+--round` read that, and `atoll coordinator --restore` makes a coordinator's directory of it.
 """
 
 from __future__ import annotations
 
 import asyncio
-import time
+from collections.abc import Callable
 from contextlib import suppress
 
 from atoll.coordinator.catching_up import Lag
-from atoll.coordinator.checkpointing import Checkpointing
-from atoll.coordinator.history import EventLog, History
-from atoll.coordinator.rounds import RoundHistory
+from atoll.coordinator.history import History
 from atoll.coordinator.rpc.client import Joined
 from atoll.coordinator.rpc.client_errors import CoordinatorError, Evicted
 from atoll.coordinator.run.files import replace_private
-from atoll.coordinator.run.levels import Level
-from atoll.coordinator.run.spec import RunSpec
 from atoll.coordinator.run.tokenizer_file import pack
-from atoll.coordinator.service.server import TOKENIZER_FILE, LogFiles
-from atoll.optim.log.entry import Entry
+from atoll.coordinator.service.server import TOKENIZER_FILE
 from atoll.optim.log.replica import DISK_ERRORS
-from atoll.optim.log.store import PAGE, LogStore
+from atoll.optim.state import vectors
 from atoll.optim.state.outer_state import StateError
+from atoll.peer.daemon.follow_folder import FollowerFolder, Records
 from atoll.peer.daemon.log_run import LogRun
 from atoll.peer.daemon.peer import Environment
 from atoll.peer.rounds.engine import Settled
 
 FIRST_STATE_PAUSE_S = 5.0  # between two requests for the first state
-
-
-class CannotFollow(ValueError):
-    """The run has no single log to follow."""
-
-
-def expect_followable(spec: RunSpec) -> None:
-    """Check that a run can be followed. Raises CannotFollow."""
-    if spec.method().reduction == "pairs":
-        raise CannotFollow(
-            f"run {spec.run.name} has no log (its peers gossip), so there is nothing to follow; "
-            "the coordinator keeps its newest model"
-        )
-    if len(spec.modules) > 1:
-        raise CannotFollow(
-            f"run {spec.run.name} is a pipeline of {len(spec.modules)} stages with a log each, "
-            "which `atoll follow` cannot keep; set coordinator.copies for copies of them"
-        )
-
-
-class Records:
-    """The rounds and events of a followed run, for people."""
-
-    def __init__(self, files: LogFiles, store: LogStore, num_fragments: int) -> None:
-        """Bring the history up to the log; blocks while it reads what is new."""
-        self._store = store
-        self._history = History(files.file("history.db"))
-        self._events = EventLog(self._history, time.time)
-        self._rounds = RoundHistory(self._history, store, num_fragments=num_fragments)
-        self._next = store.head.position
-
-    def note(self, start: int | None = None) -> None:
-        """Add what the log has from the last call on, or from a position at which it changed."""
-        self._next = self._next if start is None else min(start, self._next)
-        while records := self._store.headers(self._next, PAGE):
-            is_late = self._store.head.position > self._next + 1
-            for record in records:
-                entry = Entry.decode(record.entry)
-                self._rounds.add(entry, time.time(), left_out=[], valid_loss=None, late=is_late)
-                self._next = record.position + 1
-
-    def report(self, level: Level, source: str, text: str) -> None:
-        """Keep an event."""
-        self._events.add(level, source, text)
-
-    def close(self) -> None:
-        """Close the file; idempotent."""
-        self._history.close()
 
 
 class FollowRun(LogRun):
@@ -101,44 +38,50 @@ class FollowRun(LogRun):
     follows = True
 
     def __init__(
-        self, env: Environment, joined: Joined | None, checkpoint_every: int | None = None
+        self,
+        env: Environment,
+        joined: Joined | None,
+        folder: FollowerFolder,
+        on_moved: Callable[[], None],
     ) -> None:
-        """Build everything; `start` also gives it a state.
+        """Build everything; `start_keeping` also gives it a state.
 
-        `checkpoint_every` is in rounds; None: as often as the coordinator, 0: at the end alone.
+        `on_moved` is called in the loop when the log has moved on.
         """
         super().__init__(env, joined)
-        self._files = files = LogFiles(env.paths.root, env.run_id, env.module)
+        self._folder = folder
+        self._on_moved = on_moved
         self._records: Records | None = None
         self._noting = asyncio.Lock()
         self._lag = Lag()
-        self._checkpoints = Checkpointing(
-            _with_checkpoints(env.spec, checkpoint_every),
-            {env.module: self.replica},
-            {env.module: files.checkpoints},
-            self._show,
-        )
 
     @classmethod
     async def start_keeping(
-        cls, env: Environment, joined: Joined | None, checkpoint_every: int | None
+        cls,
+        env: Environment,
+        joined: Joined | None,
+        folder: FollowerFolder,
+        on_moved: Callable[[], None],
     ) -> FollowRun:
         """Return a run that holds a verified state, keeps records, and answers the others."""
-        run = cls(env, joined, checkpoint_every)
+        run = cls(env, joined, folder, on_moved)
         await run._enter(joined)
+        # What fetching the first state left; a ledger needs no vector again.
+        vectors.release()
+        await env.compute(vectors.trim, run.replica.layout.numel)
         await run._begin_records()
         return run
 
     async def _begin_records(self) -> None:
         """Write what a coordinator's directory has beside the log, and keep it up from now on."""
-        env, files = self._env, self._files
-        replace_private(env.paths.root / "spec.json", env.spec.canonical())
+        env, folder = self._env, self._folder
+        replace_private(folder.root / "spec.json", env.spec.canonical())
         root = env.enrolment.membership.genesis_root
-        replace_private(files.file("genesis.root"), root.hex().encode())
+        replace_private(folder.files(env.module).file("genesis.root"), root.hex().encode())
+        history: History = await env.compute(folder.history, env.module)
+        await env.compute(folder.begin_events)
         store, num_fragments = self.replica.store, len(self._replay.fragments)
-        records: Records = await env.compute(Records, files, store, num_fragments)
-        env.files.callback(records.close)
-        self._records = records
+        self._records = await env.compute(Records, history, store, num_fragments)
         await self._note(self.replica.position)
         await self._keep_beside()
 
@@ -150,7 +93,7 @@ class FollowRun(LogRun):
                 started = (await env.client.status()).started_at
                 if started is not None:
                     store.put_note("started", repr(started).encode())
-            path, data = env.paths.root / TOKENIZER_FILE, env.spec.data
+            path, data = self._folder.root / TOKENIZER_FILE, env.spec.data
             if data.tokenizer_sha256 is None or data.tokenizer_bytes is None or path.exists():
                 return
             raw = await env.client.fetch_tokenizer(
@@ -163,11 +106,6 @@ class FollowRun(LogRun):
         """Return whether all rounds of the run are here, with the state after them."""
         rounds = self.progress.ahead().rounds(self._env.spec.run.rounds)
         return bool(rounds) and self.replica.is_current and self.position >= rounds
-
-    def keep_event(self, level: Level, text: str) -> None:
-        """Keep an event with the run's records."""
-        if self._records is not None:
-            self._records.report(level, self._env.me.peer_id, text)
 
     def look(self) -> None:
         """Look for what no peer has sent here: the log has moved on, or lacks old updates."""
@@ -184,10 +122,9 @@ class FollowRun(LogRun):
             self.rounds.kick_catch_up()
 
     async def leave(self) -> None:
-        """Close the rounds, complete the log, and write the last checkpoint."""
+        """Close the rounds, and complete the log and its records."""
         await super().leave()
         await self._note(None)
-        await self._checkpoints.close()
 
     # the first state
 
@@ -215,12 +152,14 @@ class FollowRun(LogRun):
 
     def _on_settled(self, settled: Settled) -> None:
         super()._on_settled(settled)
-        self._checkpoints.look(last=self.is_complete)
+        # Others drop parts of decided rounds as they vote or reduce, which a follower never does.
+        self.ctx.parts.decided_up_to(self.replica.position)
+        self._on_moved()
         self._env.tasks.spawn(self._note, None)
 
     def _on_recovered(self) -> None:
         super()._on_recovered()
-        self._checkpoints.look(last=self.is_complete)
+        self._on_moved()
         self._env.tasks.spawn(self._note, None)
 
     def _on_leap(self) -> None:
@@ -233,14 +172,3 @@ class FollowRun(LogRun):
         async with self._noting:
             if self._records is not None:
                 await self._env.compute(self._records.note, start)
-
-    def _show(self, level: Level, text: str) -> None:
-        self._env.company.show(level, text)
-
-
-def _with_checkpoints(spec: RunSpec, every: int | None) -> RunSpec:
-    if every is None:
-        return spec
-    told = spec.model_dump(mode="json")
-    told["coordinator"]["checkpoint_every"] = every
-    return RunSpec.from_dict(told)

@@ -172,6 +172,11 @@ class StateDirectory:
         earlier = self._undamaged()
         return earlier.module if earlier is not None else ""
 
+    def spec(self) -> RunSpec | None:
+        """Return the run's spec as an earlier start has kept it; None if none has."""
+        earlier = self._undamaged()
+        return earlier.spec if earlier is not None else None
+
     def relocation(self) -> bytes:
         """Return the newest record of where the coordinator is; empty if none was kept."""
         earlier = self._undamaged()

@@ -59,8 +59,12 @@ class PeerOptions:
     """Address of a Prometheus endpoint, as 'host:port'; None: none."""
     role: Literal["trainer", "follower"] = "trainer"
     """What it joins as; an invite for keepers makes it a keeper all the same."""
+    module: str = ""
+    """In a pipeline, the stage that it asks for; empty takes that of its last start."""
     moved: StageMove | None = None
-    """The move by which it joins, in a pipeline; None takes the module of its last start."""
+    """The move by which it joins, in a pipeline; None takes `module`."""
+    logs: Path | None = None
+    """Folder of its logs, if not `state_dir`."""
 
     def __post_init__(self) -> None:
         """Refuse a name that the coordinator would refuse.

@@ -463,7 +463,7 @@ async def _environment(
 ) -> tuple[Environment, Joined | None]:
     """Join and start the node; `stack` closes all of it, the last first."""
     invite = options.invite
-    paths = PeerPaths(root=options.state_dir)
+    paths = PeerPaths(root=options.state_dir, logs=options.logs)
     directory = stack.enter_context(closing(await _own_directory(paths, invite, on_event)))
     directory.expect_role(follows=options.role == "follower")
     identity = Identity.load_or_create(paths.identity)
@@ -474,7 +474,7 @@ async def _environment(
         identity,
         role=options.role,
         version=version("atoll"),
-        module=options.moved.module if options.moved else directory.module(),
+        module=options.moved.module if options.moved else options.module or directory.module(),
     )
     outbox = Outbox()
     announcer = Announcer(on_event, outbox, client.now_s)

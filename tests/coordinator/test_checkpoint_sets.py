@@ -65,7 +65,7 @@ def test_stages_of_one_moment_are_at_positions_of_their_own(tmp_path, spec):
 @pytest.mark.parametrize(
     ("moment", "told"),
     [
-        ({"stage-1": 4, "stage-2": 4}, "damaged: expected the moment of 3 modules"),
+        ({"stage-1": 4, "stage-2": 4}, "of stage-1, stage-2 alone, as a follower of these"),
         ({"stage-1": 4, "stage-2": "4", "stage-3": 4}, "damaged: expected positions from 0 on"),
         ({"stage-1": 4, "stage-2": -4, "stage-3": 4}, "damaged: expected positions from 0 on"),
         ({"stage-1": 5, "stage-2": 4, "stage-3": 4}, "after round 5, as .* says, got .* round 4"),

@@ -77,8 +77,8 @@ class Spreading:
             self._record, self._told, self._left = record, set(), self._told_of_each
         self._told &= set(others)  # one that comes back may have missed it
         untold = [peer for peer in others if peer not in self._told] if record else []
-        # Those that were asked were told as well, so more than are due may know it.
-        told = random.sample(untold, int(min(len(untold), max(0, self._left), AT_ONCE)))
+        most = max(0, min(len(untold), self._left, AT_ONCE))  # who was asked was told as well
+        told = random.sample(untold, int(most))
         asked = random.sample(sorted(others), min(len(others), ASKED)) if asks else []
         return list(dict.fromkeys([*told, *asked]))[:AT_ONCE]
 

@@ -605,7 +605,14 @@ class Voter:
         return body
 
     async def _keep(self, entry: Entry, part: Part, body: Bytes) -> None:
-        """Keep a part if it decodes to its cells; PeerUnreachable if it does not."""
+        """Keep a part if it decodes to its cells; PeerUnreachable if it does not.
+
+        A follower neither votes nor proposes: a quorum has decoded what it gathers, and its ledger
+        decodes a body while it applies it. Values of all parts would take as much as parameters.
+        """
+        if self._ctx.replica.is_ledger:
+            self._ctx.parts.put(entry.position, part.digest, body)
+            return
         values = await self._decode(entry, part, body)
         decoded = Decoded(part.start_cell, part.stop_cell, values)
         self._ctx.parts.put(entry.position, part.digest, body, decoded)

@@ -10,13 +10,15 @@ import pytest
 
 from atoll.coordinator.copies.rebuilding import BESIDE_KEYS, FollowerToRestore, is_followers
 from atoll.coordinator.copies.target import CopiesError
-from atoll.coordinator.recorded import FOLLOWER_FILE, read
+from atoll.coordinator.recorded import FOLLOWER_FILE, NoRecord, read
 from atoll.coordinator.run.keys import KEYS_FILE, RunKeys
+from atoll.coordinator.run.spec import RunSpec
 from atoll.coordinator.service.server import MANY_EPOCHS
-from atoll.coordinator.signing import read_signed
-from atoll.optim.log.store import LOG_FILE
+from atoll.coordinator.signing import EpochSigner, read_signed
+from atoll.optim.log.replica import log_id
+from atoll.optim.log.store import LOG_FILE, StoreHead
 from support.copies import ROUNDS, Run, past, run_template
-from support.kit import net
+from support.kit import SPEC, Swarm, net
 
 __all__ = ["past", "run_template"]
 
@@ -72,7 +74,7 @@ def test_what_lies_beside_the_keys_comes_along(past: Run, follower: Path) -> Non
 def test_keys_of_another_run_are_refused(past: Run, follower: Path, tmp_path: Path) -> None:
     other = tmp_path / "other.json"
     RunKeys.load_or_create(other)
-    with pytest.raises(CopiesError, match="expected the keys of run"):
+    with pytest.raises(CopiesError, match="expected the keys of the run that"):
         FollowerToRestore.found(follower, other, None, state_dir=None)
     with pytest.raises(CopiesError, match=r"none\.json: no such file"):
         FollowerToRestore.found(follower, tmp_path / "none.json", None, state_dir=None)
@@ -91,3 +93,45 @@ def test_a_damaged_folder_leaves_nothing(past: Run, follower: Path) -> None:
     (follower / "log" / LOG_FILE).write_bytes(b"no database")
     with pytest.raises(CopiesError, match="take another follower's"):
         FollowerToRestore.found(follower, keys, None, state_dir=place)
+
+
+STAGED = RunSpec.from_dict(
+    SPEC.model_dump(mode="json") | {"topology": {"stages": 2}, "round": {"min_peers": 2}}
+)
+
+
+def test_a_pipeline_is_rebuilt_from_a_follower_of_all_stages_alone(tmp_path: Path) -> None:
+    old, folder, place = tmp_path / "old", tmp_path / "follower", tmp_path / "new"
+
+    async def decide(count: int) -> tuple[list[StoreHead], Swarm]:
+        async with net(old, spec=STAGED) as up:
+            for number, log in enumerate(up.up.coordinator.logs.values()):
+                signer = EpochSigner(tmp_path / f"{number}.signed", up.up.coordinator.keys.sign)
+                await log.replica.open_epoch(up.swarm.electors(), signer.sign)
+                for _ in range(count + number):
+                    entry, body = up.swarm.entry(log_id(up.run_id, log.name), log.head())
+                    await log.replica.accept(entry, up.swarm.certify(entry), body)
+            return [log.head() for log in up.up.coordinator.logs.values()], up.swarm
+
+    heads, swarm = asyncio.run(decide(2))
+    shutil.copytree(old, folder)
+    keys = (folder / KEYS_FILE).rename(tmp_path / KEYS_FILE)
+    (folder / FOLLOWER_FILE).write_text("{}")
+    found = FollowerToRestore.found(folder, keys, None, state_dir=place)
+    said = list[str]()
+    found.restore(found.spec, place, said.append)
+    assert "after rounds 2 and 3" in said[0]
+    for stage in STAGED.modules:
+        signed, _ = read_signed(place / f"{stage}.epoch.signed")
+        assert signed is not None and signed >= MANY_EPOCHS
+
+    async def again() -> None:
+        async with net(place, swarm, spec=STAGED) as after:
+            assert [log.head() for log in after.up.coordinator.logs.values()] == heads
+
+    asyncio.run(again())
+    shutil.rmtree(folder / "stage-1")
+    with pytest.raises(CopiesError, match="followed some stages alone and lacks stage-1"):
+        FollowerToRestore.found(folder, keys, None, state_dir=None)
+    with pytest.raises(NoRecord, match="it holds stage-2 of 2 stages alone"):
+        read(folder)

@@ -12,6 +12,8 @@ from support.commands import refused
         (["x", "--checkpoint-every", "-1"], "expected a number of rounds, got '-1'"),
         (["x", "--name", "n" * 65], "expected at most 64 characters"),
         (["x", "--checkpoint-evry", "1"], "did you mean --checkpoint-every?"),
+        (["x", "--stages", "1,,2"], "expected stages such as 1,3, got '1,,2'"),
+        (["x", "--export-every", "0"], "expected a number from 1 on, got '0'"),
     ],
 )
 def test_bad_input_gets_one_message(atoll, tmp_path, arguments, expected):

@@ -11,7 +11,7 @@ from atoll.coordinator.recorded import read
 from atoll.coordinator.run.spec import RunSpec
 from atoll.optim.log.store import LogStore
 from atoll.optim.state.layout import Layout
-from atoll.peer.daemon.follow_run import CannotFollow, expect_followable
+from atoll.peer.daemon.followed import FollowOptions
 from atoll.peer.daemon.following import Follower
 from atoll.peer.daemon.membership import Membership, StateDirectory
 from atoll.peer.daemon.options import PeerOptions
@@ -21,27 +21,16 @@ from support.organiser import LOOPBACK
 
 
 def followed(invite, folder, events, every=2):
-    options = PeerOptions(invite=invite, state_dir=folder, listen=LOOPBACK, role="follower")
+    peer = PeerOptions(invite=invite, state_dir=folder, listen=LOOPBACK, role="follower")
+    options = FollowOptions(peer=peer, checkpoint_every=every)
     said = lambda level, text: events.append(f"{level}: {text}")  # noqa: E731
-    return closing(Follower(options, every, said, threading.Event()))
+    return closing(Follower(options, said, threading.Event()))
 
 
 def stored(folder):
     """Return the chain of a folder's log, and the first position with all updates."""
     with closing(LogStore.reading(folder / "log")) as store:
         return store.head.chain, store.first_with_bodies()
-
-
-@pytest.mark.parametrize(
-    ("spec", "why"),
-    [
-        ({"outer": {"method": "noloco"}}, "has no log"),
-        ({"topology": {"stages": 2}}, "pipeline of 2 stages"),
-    ],
-)
-def test_a_run_without_a_single_log_is_refused(spec, why):
-    with pytest.raises(CannotFollow, match=why):
-        expect_followable(RunSpec.from_dict(spec))
 
 
 def test_a_follower_and_a_peer_share_no_folder(tmp_path):
@@ -73,6 +62,7 @@ def test_a_follower_has_all_of_a_run_that_began_without_it(organise, kit, start,
     folder, events = tmp_path / "follower", []
     with followed(organiser.invite, folder, events) as follower:
         kit.until(lambda: follower.place.is_complete, "the follower has all rounds")
+        assert not follower.followed.runs[0].ctx.parts._parts  # a body a round, for weeks
         assert trainer.join() is True
         assert "follower" in {peer.role for peer in organiser.status().peers}
     status = read(folder).status

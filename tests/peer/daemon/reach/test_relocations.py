@@ -171,14 +171,6 @@ def test_records_shown_again_cause_no_calls():
     assert len(spreading.due(b"second", others, asks=False)) == AT_ONCE
 
 
-def test_a_peer_that_asked_more_than_it_had_to_tell_tells_nobody_else():
-    spreading, others = Spreading(1), ["a", "b", "c", "d"]
-    for peer in others[:3]:  # that were asked, with the record
-        spreading.due(b"record", others, asks=True)
-        spreading.told(peer, b"record")
-    assert spreading.due(b"record", others, asks=False) == []
-
-
 def test_a_coordinator_tells_everybody_some_at_a_time():
     spreading, others, told = Spreading(float("inf")), [f"p{i:02}" for i in range(40)], []
     while due := spreading.due(b"record", others, asks=False):
@@ -197,6 +189,15 @@ def test_peers_that_do_not_answer_are_tried_again_and_bar_nobody():
         seen.update(spreading.due(b"record", others, asks=False))
     assert len(seen) > PASSED_ON
     assert len(spreading.due(b"", others, asks=True)) == ASKED
+
+
+def test_peers_that_were_asked_and_know_it_do_not_count_below_none():
+    """A peer without the coordinator asks more peers than it has to tell."""
+    spreading, others = Spreading(PASSED_ON), [str(index) for index in range(40)]
+    spreading.due(b"one", others, is_lost=True)
+    for peer in others[: PASSED_ON + 1]:
+        spreading.told(peer, b"one")
+    assert len(spreading.due(b"one", others, is_lost=True)) == ASKED
 
 
 class Follower:

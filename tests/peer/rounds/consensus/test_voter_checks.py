@@ -168,6 +168,25 @@ def test_a_body_that_does_not_decode_gets_no_vote(tmp_path):
     alone(tmp_path, vote)
 
 
+def test_a_follower_gathers_a_body_and_decodes_nothing(tmp_path):
+    """Values of all parts take as much as the parameters, and its ledger decodes as it applies."""
+
+    async def vote(swarm, peers, leader, voter):
+        body = good_body(swarm)
+        entry = update_of(swarm, peers, body)
+        (part,) = entry.parts
+        source = next(p for p in peers if p.identity.peer_id == leader)
+        source.ctx.parts.put(0, part.digest, body)  # fetched at first, in hand then
+        for is_ledger in (True, True, False):
+            voter.replica.is_ledger = is_ledger
+            assert await voter.rounds.voter.gather(entry, leader) == body
+            values = voter.ctx.parts.decoded(0, part.digest, (part.start_cell, part.stop_cell))
+            assert (values is None) == is_ledger
+            assert (await voter.rounds.voter.update(entry) is None) == is_ledger
+
+    alone(tmp_path, vote)
+
+
 def test_a_proposal_that_its_leader_did_not_sign_gets_no_vote(tmp_path):
     async def vote(swarm, peers, leader, voter):
         body = good_body(swarm)

@@ -19,6 +19,7 @@ from enum import StrEnum
 from importlib.metadata import version
 from typing import Literal
 
+from atoll.coordinator import notices
 from atoll.coordinator.history import EventLog
 from atoll.coordinator.invites import (
     InviteDesk,
@@ -49,7 +50,6 @@ from atoll.coordinator.run.invite_request import (
 from atoll.coordinator.run.keys import RunKeys
 from atoll.coordinator.run.sections import CoordinatorSection
 from atoll.coordinator.run.status import Event
-from atoll.dht.identity import short
 from atoll.optim.log.entry import Verify
 
 EVENT_BURST = 64.0  # what a peer kept while the coordinator was away: two heartbeats' worth
@@ -226,8 +226,9 @@ class AdmissionControl:
         terms = self._expect_invited(request)
         self._note(request.peer_id, terms)
         role = self.role_of(request.peer_id, request.role)
-        text = f"joined as {role} (version {request.version[:32]})"  # anyone may claim anything
-        self._events.add("info", request.peer_id, text)
+        # Anyone may claim anything.
+        joined = notices.peer_joined(role=role, version=request.version[:32])
+        self._events.add("info", request.peer_id, joined)
         self._on_joined(request.peer_id)
         expires_s = self._clock() + self._admission_s()
         session = self._sessions.session(request.peer_id, expires_s, terms)
@@ -367,13 +368,12 @@ class AdmissionControl:
         new, revoked = self._desk.news()
         for eviction in new:
             self._admitted_until_s.pop(eviction.peer_id, None)
-            why = f": {eviction.reason}" if eviction.reason else ""
-            self._events.report("warning", f"evicted {short(eviction.peer_id)}{why}")
+            put_out = notices.peer_evicted(peer=eviction.peer_id, reason=eviction.reason)
+            self._events.report("warning", put_out)
         out = [eviction.peer_id for eviction in new]
         for invite in revoked:
             its = [peer for peer, each in self._terms.items() if each.invite == invite]
-            text = f"invite {invite} is revoked, and with it {len(its)} peers that joined by it"
-            self._events.report("warning", text)
+            self._events.report("warning", notices.invite_revoked(invite=invite, peers=len(its)))
             out += its
         return out
 

@@ -17,15 +17,15 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 
+from atoll.coordinator import notices
 from atoll.coordinator.checkpoints import (
     Checkpoint,
     CheckpointError,
-    after_rounds,
     delete_checkpoint,
     read_header,
     save_checkpoint,
 )
-from atoll.coordinator.run.levels import Level
+from atoll.coordinator.run.notice import Notice, Report
 from atoll.coordinator.run.spec import RunSpec
 from atoll.optim.log.replica import ReplicaStanding, ReplicaView
 from atoll.optim.state.outer_state import OuterState, StateGone
@@ -44,7 +44,7 @@ class Checkpointing:
         spec: RunSpec,
         replicas: Mapping[str, ReplicaView],
         folders: Mapping[str, Path],
-        report: Callable[[Level, str], None],
+        report: Report,
     ) -> None:
         """Continue after what is on disk.
 
@@ -108,16 +108,17 @@ class Checkpointing:
         if before is not None:
             await before  # one at a time: each holds a copy of the model
         try:
-            told = await asyncio.to_thread(self._write_states)
-            self._report("info", told)
+            written = await asyncio.to_thread(self._write_states)
+            self._report("info", written)
             await asyncio.to_thread(self._remove_old)
         except CheckpointError as error:
-            self._report("error", str(error))
+            self._report("error", notices.checkpoint_failed(reason=str(error)))
         except Exception as error:  # raised here, it would end every later checkpoint as well
             logger.exception("a checkpoint failed")
-            self._report("error", f"no checkpoint written: {error!r}")
+            text = f"no checkpoint written: {error!r}"
+            self._report("error", notices.checkpoint_failed(reason=text))
 
-    def _write_states(self) -> str:
+    def _write_states(self) -> Notice:
         """Write a set, of states that are all taken before the first is written; describe it."""
         held: dict[str, tuple[ReplicaStanding, Callable[[], None]]] = {}
         try:
@@ -130,8 +131,10 @@ class Checkpointing:
             for _, release in held.values():
                 release()
         if len(at) == 1:
-            return f"checkpoint {self.path(self._lead, at[self._lead]).name} written"
-        return f"checkpoint of all stages written, {after_rounds(tuple(at.values()))}"
+            position = at[self._lead]
+            file = self.path(self._lead, position).name
+            return notices.checkpoint_written(file=file, round=position)
+        return notices.stages_written(rounds=tuple(at.values()))
 
     def _write_state(
         self,

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from atoll.coordinator.run.levels import Level
+from atoll.coordinator.run.notice import Notice
 from atoll.coordinator.run.status import (
     EVENTS,
     HISTORY,
@@ -183,30 +184,30 @@ class EventLog:
         """Return the newest events by their time: a peer's come late after a reboot."""
         return sorted(self._events, key=lambda event: event.at)
 
-    def report(self, level: Level, text: str) -> None:
+    def report(self, level: Level, notice: Notice) -> None:
         """Log an event of the coordinator."""
-        self.add(level, "coordinator", text)
+        self.add(level, "coordinator", notice)
 
-    def report_once(self, level: Level, text: str, *, key: Hashable) -> None:
+    def report_once(self, level: Level, notice: Notice, *, key: Hashable) -> None:
         """Log an event of the coordinator unless one of its key was logged within `REPEAT_S`."""
         now_s = self._clock()
         self._reported_s = {k: s for k, s in self._reported_s.items() if s > now_s - REPEAT_S}
         if key not in self._reported_s:
             self._reported_s[key] = now_s
-            self.report(level, text)
+            self.report(level, notice)
 
-    def add(self, level: Level, source: str, text: str, *, at_s: float | None = None) -> None:
+    def add(self, level: Level, source: str, notice: Notice, *, at_s: float | None = None) -> None:
         """Log an event.
 
         Args:
             level: level of the event.
             source: PeerID, or "coordinator".
-            text: the fact and its remedy, for people.
+            notice: what happened.
             at_s: time by the run's clock as the source knows it; by default now.
         """
         now_s = self._clock()
         at_s = now_s if at_s is None or not now_s - LATE_S <= at_s <= now_s else at_s
-        event = Event(at=at_s, level=level, source=source[:128], text=text[:1000])
+        event = Event.of(notice, level, at=at_s, source=source)
         self._keep(event)
         self._history.add_event(event)
 

@@ -38,8 +38,8 @@ from atoll.coordinator.report.view import (
     without,
 )
 from atoll.coordinator.run import text
+from atoll.coordinator.run.notice import CANNOT_REACH
 from atoll.coordinator.run.status import (
-    CANNOT_REACH,
     Event,
     ModuleStatus,
     PeerStatus,

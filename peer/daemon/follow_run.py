@@ -33,6 +33,7 @@ from atoll.coordinator.rpc.client import Joined
 from atoll.coordinator.rpc.client_errors import CoordinatorError, Evicted
 from atoll.coordinator.run.files import replace_private
 from atoll.coordinator.run.levels import Level
+from atoll.coordinator.run.notice import Notice
 from atoll.coordinator.run.spec import RunSpec
 from atoll.coordinator.run.tokenizer_file import pack
 from atoll.coordinator.service.server import TOKENIZER_FILE, LogFiles
@@ -40,6 +41,7 @@ from atoll.optim.log.entry import Entry
 from atoll.optim.log.replica import DISK_ERRORS
 from atoll.optim.log.store import PAGE, LogStore
 from atoll.optim.state.outer_state import StateError
+from atoll.peer import notices
 from atoll.peer.daemon.log_run import LogRun
 from atoll.peer.daemon.peer import Environment
 from atoll.peer.rounds.engine import Settled
@@ -86,9 +88,9 @@ class Records:
                 self._rounds.add(entry, time.time(), left_out=[], valid_loss=None, late=is_late)
                 self._next = record.position + 1
 
-    def report(self, level: Level, source: str, text: str) -> None:
+    def report(self, level: Level, source: str, notice: Notice) -> None:
         """Keep an event."""
-        self._events.add(level, source, text)
+        self._events.add(level, source, notice)
 
     def close(self) -> None:
         """Close the file; idempotent."""
@@ -164,10 +166,10 @@ class FollowRun(LogRun):
         rounds = self.progress.ahead().rounds(self._env.spec.run.rounds)
         return bool(rounds) and self.replica.is_current and self.position >= rounds
 
-    def keep_event(self, level: Level, text: str) -> None:
+    def keep_event(self, level: Level, notice: Notice) -> None:
         """Keep an event with the run's records."""
         if self._records is not None:
-            self._records.report(level, self._env.me.peer_id, text)
+            self._records.report(level, self._env.me.peer_id, notice)
 
     def look(self) -> None:
         """Look for what no peer has sent here: the log has moved on, or lacks old updates."""
@@ -204,9 +206,7 @@ class FollowRun(LogRun):
             except Evicted:
                 raise
             except (CoordinatorError, StateError) as error:
-                self._catching_up.report_waiting(
-                    f"no first state from the coordinator yet: {error}"
-                )
+                self._catching_up.report_waiting(notices.no_first_state(reason=str(error)))
                 await asyncio.sleep(FIRST_STATE_PAUSE_S)
             else:
                 await self._env.compute(store.save_snapshot, first, store.genesis_chain)
@@ -234,8 +234,8 @@ class FollowRun(LogRun):
             if self._records is not None:
                 await self._env.compute(self._records.note, start)
 
-    def _show(self, level: Level, text: str) -> None:
-        self._env.company.show(level, text)
+    def _show(self, level: Level, notice: Notice) -> None:
+        self._env.company.show(level, notice)
 
 
 def _with_checkpoints(spec: RunSpec, every: int | None) -> RunSpec:

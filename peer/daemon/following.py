@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from atoll.coordinator.rpc.client import Joined
 from atoll.coordinator.run.levels import Level
+from atoll.coordinator.run.notice import Notice, Report
 from atoll.coordinator.run.spec import RunSpec
 from atoll.peer.daemon.follow_run import FollowRun, expect_followable
 from atoll.peer.daemon.loop_thread import LoopThread
@@ -21,8 +22,6 @@ from atoll.peer.daemon.state_directory import expect_run
 from atoll.peer.paths import PeerPaths
 
 POLL_S = 0.2  # how late a line about a round is
-
-OnEvent = Callable[[Level, str], None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +42,7 @@ def run_follower(
     options: PeerOptions,
     *,
     checkpoint_every: int | None,
-    on_event: OnEvent,
+    on_event: Report,
     on_moved: Callable[[FollowerPlace], None],
 ) -> int:
     """Follow until the run is complete or a signal stops it; return the exit code.
@@ -78,7 +77,7 @@ class Follower:
         self,
         options: PeerOptions,
         checkpoint_every: int | None,
-        on_event: OnEvent,
+        on_event: Report,
         stopping: threading.Event,
     ) -> None:
         """Join, and return once there is a verified state; see `run_follower`.
@@ -107,10 +106,10 @@ class Follower:
         )
         self._thread = LoopThread(opening, stopping)
 
-    def _note(self, level: Level, text: str) -> None:
+    def _note(self, level: Level, notice: Notice) -> None:
         if self._run is not None:
-            self._run.keep_event(level, text)
-        self._on_event(level, text)
+            self._run.keep_event(level, notice)
+        self._on_event(level, notice)
 
     @property
     def place(self) -> FollowerPlace:

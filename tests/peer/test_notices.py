@@ -29,7 +29,7 @@ def test_the_page_lists_each_code_once_with_its_fields_and_meaning():
 
 def uncoded(source):
     """Return the calls that report a plain text."""
-    return re.findall(rf'\(\s*"(?:{LEVELS})",\s*f?".*', source)
+    return re.findall(rf'\w\(\s*"(?:{LEVELS})",\s*f?".*', source)
 
 
 def test_no_event_is_without_a_code():

@@ -119,7 +119,7 @@ class History:
             "CASE WHEN json_valid(text) THEN json_extract(text, '$.at') <= ? END "
             "ORDER BY id DESC LIMIT ?"
         )
-        return [e for raw in self._blobs(query, until_s, newest) if (e := _read(Event, raw))]
+        return [e for raw in self._blobs(query, until_s, newest) if (e := _read_event(raw))]
 
     def put_mark(self, point: LossPoint, tallies: bytes) -> None:
         """Save a mark: what peers had done up to a round, and its place on the curve."""
@@ -244,6 +244,12 @@ def _read(kind: type[R], raw: bytes) -> R | None:
         return kind.from_json(raw)
     except StatusError:  # of an older version; only people read it, so it is skipped
         return None
+
+
+@functools.lru_cache(maxsize=2 * EVENTS)
+def _read_event(raw: bytes) -> Event | None:
+    """Parse an event, as `_read_round`."""
+    return _read(Event, raw)
 
 
 @functools.lru_cache(maxsize=2 * HISTORY)

@@ -116,9 +116,10 @@ class _Sums:
         counted = contributors(entry)
         if not counted:
             return
-        offered = sum(member.tokens for member in counted)
-        # A token of a fragment's round counts once, although each fragment takes it.
-        told = summary.tokens if summary is not None else offered
+        offered = weighed_tokens(counted)
+        # A token of a fragment's round counts once, although each fragment takes it. Rounds of
+        # earlier versions count those of weight 0 as well.
+        told = min(summary.tokens, offered) if summary is not None else offered
         for member in counted:
             if not member.weight:  # a peer's first window moves nothing
                 continue
@@ -174,6 +175,11 @@ def contributors(entry: Entry) -> list[Member]:
     """
     empty = Counter(p.member for part in entry.parts for p in part.partial if not p.cells)
     return [m for i, m in enumerate(entry.members) if empty[i] < len(entry.parts)]
+
+
+def weighed_tokens(counted: Iterable[Member]) -> int:
+    """Return the tokens that moved the model: a peer's first window has weight 0."""
+    return sum(member.tokens for member in counted if member.weight)
 
 
 class Ledger:

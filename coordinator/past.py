@@ -108,7 +108,7 @@ def status_at(
         reducer=settings.reducer or "",
         codec=settings.codec or now.codec,
         orders_waiting=0,
-        rows=rows_of(entry and entry.units, now.rows.total if now.rows else 0),
+        rows=rows_of(entry.units if entry is not None else None, now.rows.total if now.rows else 0),
         modules=_modules([known[name] for name in logs if name in known], logs, stands, peers),
     )
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 
-from atoll.coordinator.report.feed import INTERVAL_S, Feed, FeedError, read, retry_s
+from atoll.coordinator.report.feed import INTERVAL_S, Feed, FeedError, pause_s, read
 from atoll.coordinator.report.view import (
     IMPORTANT,
     apart,
@@ -250,7 +250,7 @@ async def follow(
                 return current
             previous = current if previous is None or not is_older(current, previous) else previous
             num_failures = 0
-        await asyncio.sleep(retry_s(num_failures, interval_s))
+        await asyncio.sleep(pause_s(previous, num_failures, interval_s))
 
 
 def _due(held: list[tuple[float, str]], status: RunStatus) -> list[str]:

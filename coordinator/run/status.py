@@ -42,6 +42,7 @@ MAX_PEERS_SHOWN = 4096  # in a RunStatus
 MAX_UNREACHED = 16  # peers that one names as out of its reach
 MAX_GAPS = 64  # newest gaps in a RunStatus
 MAX_MODULES = 64  # of a run
+MAX_LOOK_S = 30.0  # a dashboard that is older says how old it is, and a person would think it hangs
 
 RunState = Literal["waiting", "training", "paused", "stalled", "finished"]
 PeerReach = Literal["", "direct", "upnp", "hole", "relayed"]
@@ -333,6 +334,7 @@ class RoundSummary(StatusRecord):
     loss: float | None = None
     valid_loss: float | None = None
     tokens: Count = 0
+    """That moved the model: windows of weight 0 do not."""
     members: Count = 0
     left_out: Annotated[list[Name], Field(max_length=4096)] = field(default_factory=list)
     seconds: Seconds = field(default_factory=dict)
@@ -479,6 +481,8 @@ class RunStatus(StatusRecord):
     epoch: Count = 0
     position: Count = 0
     """Entries that the coordinator holds; peers may be ahead."""
+    look_every_s: Annotated[float, Field(ge=0, le=MAX_LOOK_S)] = 0.0
+    """Least seconds between two looks of one watcher, as many look at much; 0 for no limit."""
     rounds_total: Count = 0
     """0: until stopped."""
     min_peers: Count = 1

@@ -62,6 +62,11 @@ class Notice(str):
         notice.fields = _fitting(fields or {})
         return notice
 
+    @staticmethod
+    def of(text: str) -> Notice:
+        """Return what was reported as a notice: a text without a code must not end a peer."""
+        return text if isinstance(text, Notice) else Notice(text)
+
     def within(self, module: str) -> Notice:
         """Return it as an event of one module of the run; unchanged if the module has no name."""
         if not module:
@@ -96,9 +101,10 @@ def event(code: str) -> Callable[[Callable[P, str]], Callable[P, Notice]]:
     return decorate
 
 
-def told_fields(notice: Notice) -> dict[str, object]:
+def told_fields(notice: str) -> dict[str, object]:
     """Return what a program reads of an event, beside its time and level."""
-    return {"code": notice.code, "fields": notice.fields, "text": str(notice)}
+    told = Notice.of(notice)
+    return {"code": told.code, "fields": told.fields, "text": str(told)}
 
 
 def fields_of(code: str) -> list[str]:

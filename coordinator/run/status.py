@@ -160,7 +160,7 @@ class Event(StatusRecord):
     @classmethod
     def of(cls, notice: str, level: Level, *, at: float, source: str = "") -> Event:
         """Return the event of a notice, cut to what an event may hold."""
-        told = notice if isinstance(notice, Notice) else Notice(notice)
+        told = Notice.of(notice)
         return cls(
             at=at,
             level=level,

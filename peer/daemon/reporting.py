@@ -156,7 +156,7 @@ class Repeats:
             self._said.popitem(last=False)
         if times & (times - 1):  # not a power of two
             return None
-        return notice.repeated(times)
+        return Notice.of(notice).repeated(times)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -335,7 +335,8 @@ class NetworkSide:
     def _on_event(self, level: Level, notice: Notice) -> None:
         self._show()  # first, as what is told is of the position that was reached
         with suppress(ChannelClosed):
-            self._channel.send("event", level, str(notice), notice.code, notice.fields)
+            told = Notice.of(notice)
+            self._channel.send("event", level, str(told), told.code, told.fields)
 
     def _on_phase(self, phase: RoundPhase, position: int, *, left: int | None = None) -> None:
         with suppress(ChannelClosed):

@@ -19,6 +19,7 @@ from enum import StrEnum
 from importlib.metadata import version
 from typing import Literal
 
+from atoll.coordinator import notices
 from atoll.coordinator.history import EventLog
 from atoll.coordinator.invites import (
     InviteDesk,
@@ -50,7 +51,6 @@ from atoll.coordinator.run.keys import RunKeys
 from atoll.coordinator.run.releases import MAX_RELEASE_CHARS, is_newer
 from atoll.coordinator.run.sections import CoordinatorSection
 from atoll.coordinator.run.status import Event
-from atoll.dht.identity import short
 from atoll.optim.log.entry import Verify
 
 EVENT_BURST = 64.0  # what a peer kept while the coordinator was away: two heartbeats' worth
@@ -229,8 +229,10 @@ class AdmissionControl:
         terms = self._expect_invited(request)
         self._note(request.peer_id, terms)
         role = self.role_of(request.peer_id, request.role)
-        text = f"joined as {role} ({_release(request.version)})"  # anyone may claim anything
-        self._events.add("info", request.peer_id, text)
+        ours, theirs = version("atoll"), request.version[:MAX_RELEASE_CHARS]  # it may be anything
+        newer_than = ours if is_newer(theirs, ours) else None
+        joined = notices.peer_joined(role=role, version=theirs, newer_than=newer_than)
+        self._events.add("info", request.peer_id, joined)
         self._on_joined(request.peer_id)
         expires_s = self._clock() + self._admission_s()
         session = self._sessions.session(request.peer_id, expires_s, terms)
@@ -370,13 +372,12 @@ class AdmissionControl:
         new, revoked = self._desk.news()
         for eviction in new:
             self._admitted_until_s.pop(eviction.peer_id, None)
-            why = f": {eviction.reason}" if eviction.reason else ""
-            self._events.report("warning", f"evicted {short(eviction.peer_id)}{why}")
+            put_out = notices.peer_evicted(peer=eviction.peer_id, reason=eviction.reason)
+            self._events.report("warning", put_out)
         out = [eviction.peer_id for eviction in new]
         for invite in revoked:
             its = [peer for peer, each in self._terms.items() if each.invite == invite]
-            text = f"invite {invite} is revoked, and with it {len(its)} peers that joined by it"
-            self._events.report("warning", text)
+            self._events.report("warning", notices.invite_revoked(invite=invite, peers=len(its)))
             out += its
         return out
 
@@ -475,13 +476,6 @@ def _refusing() -> Iterator[None]:
 def _session_use() -> bytes:
     """Return what a MAC of a session is for: sessions of another protocol are none."""
     return b"session %d" % PROTOCOL
-
-
-def _release(theirs: str) -> str:
-    """Return a peer's version as an organiser reads it; it may be anything."""
-    ours, theirs = version("atoll"), theirs[:MAX_RELEASE_CHARS]
-    newer = f", newer than the {ours} here" if is_newer(theirs, ours) else ""
-    return f"version {theirs}{newer}"
 
 
 def _expect_role(role: str) -> None:

@@ -15,8 +15,8 @@ import logging
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
-from atoll.coordinator.run.levels import Level
-from atoll.dht.identity import short
+from atoll.coordinator import notices
+from atoll.coordinator.run.notice import Report
 from atoll.dht.tasks import Tasks
 from atoll.optim.log.entry import Elector, Entry
 from atoll.optim.log.mending import Damage
@@ -86,7 +86,7 @@ class CatchUp:
         recover: Recover,
         *,
         on_taken: Callable[[Sequence[Taken]], None],
-        report: Callable[[Level, str], None],
+        report: Report,
         turns: asyncio.Semaphore,
         lacks_some: bool = False,
     ) -> None:
@@ -141,7 +141,7 @@ class CatchUp:
         """Look for the updates that the disk has spoiled since the last look."""
         damaged = self._replica.store.take_damaged()
         if damaged:
-            self._log_event("error", str(Damage(bodies=damaged)))
+            self._log_event("error", notices.of_damage(Damage(bodies=damaged)))
             self._tries_for_damaged = TRIES_FOR_DAMAGED
 
     async def close(self) -> None:
@@ -164,7 +164,7 @@ class CatchUp:
             store = self._replica.store
             if self._tries_for_damaged and not (store.gaps() or store.uncertified()):
                 self._tries_for_damaged = 0
-                self._log_event("info", "damaged records recovered from peers")
+                self._log_event("info", notices.log_recovered())
                 self._on_taken(())
             self._failure, self._stuck_since_s = "", None
         except Nowhere as error:
@@ -202,17 +202,16 @@ class CatchUp:
     def _report_failure(self, failure: str) -> None:
         """Report each reason once: recovery is retried every `LAG_S`."""
         if failure != self._failure:
-            self._log_event("warning", f"catching up failed, retrying: {failure}")
+            self._log_event("warning", notices.behind(reason=failure))
         self._failure = failure
 
     def _report(self, recovered: Recovered, before: int, taken: Sequence[Taken]) -> None:
         lost = [each.entry.position + 1 for each in taken if not each.has_body]
-        names = ", ".join(short(name) for name in recovered.donors) or "no peer"
-        snapshot = recovered.snapshot_position
-        by_snapshot = "" if snapshot is None else f"the snapshot after round {snapshot} and "
-        self._log_event(
-            "warning" if lost else "info",
-            f"caught up from round {before} to {recovered.to_position} by "
-            f"{by_snapshot}entries of {names}"
-            + (f"; no peer has kept the updates of rounds {lost[0]} to {lost[-1]}" if lost else ""),
+        caught_up = notices.caught_up(
+            from_round=before,
+            to_round=recovered.to_position,
+            snapshot=recovered.snapshot_position,
+            donors=recovered.donors,
+            lost=lost,
         )
+        self._log_event("warning" if lost else "info", caught_up)

@@ -17,15 +17,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from atoll.coordinator import notices
 from atoll.coordinator.checkpoints import (
     Checkpoint,
     CheckpointError,
-    after_rounds,
     delete_checkpoint,
     read_header,
     save_checkpoint,
 )
-from atoll.coordinator.run.levels import Level
+from atoll.coordinator.run.notice import Notice, Report
 from atoll.coordinator.run.spec import RunSpec
 from atoll.optim.log.replica import ReplicaStanding, ReplicaView
 from atoll.optim.state.outer_state import OuterState, StateGone
@@ -44,7 +44,7 @@ class Checkpointing:
         spec: RunSpec,
         replicas: Mapping[str, ReplicaView],
         folders: Mapping[str, Path],
-        report: Callable[[Level, str], None],
+        report: Report,
         on_written: Callable[[Sequence[Path]], None] = lambda paths: None,
     ) -> None:
         """Continue after what is on disk.
@@ -124,10 +124,11 @@ class Checkpointing:
             self._on_written([self.path(*each) for each in at.items()])
             await asyncio.to_thread(self._remove_old)
         except CheckpointError as error:
-            self._report("error", str(error))
+            self._report("error", notices.checkpoint_failed(reason=str(error)))
         except Exception as error:  # raised here, it would end every later checkpoint as well
             logger.exception("a checkpoint failed")
-            self._report("error", f"no checkpoint written: {error!r}")
+            text = f"no checkpoint written: {error!r}"
+            self._report("error", notices.checkpoint_failed(reason=text))
 
     def _write_states(self) -> Mapping[str, int]:
         """Write a set, of states that are all taken before the first; return their positions."""
@@ -143,12 +144,13 @@ class Checkpointing:
                 release()
         return at
 
-    def _told(self, at: Mapping[str, int]) -> str:
+    def _told(self, at: Mapping[str, int]) -> Notice:
         if not self._is_staged:
-            return f"checkpoint {self.path(self._lead, at[self._lead]).name} written"
-        are_all = len(at) == len(self._spec.modules)
-        stages = "all stages" if are_all else ", ".join(at)
-        return f"checkpoint of {stages} written, {after_rounds(tuple(at.values()))}"
+            position = at[self._lead]
+            file = self.path(self._lead, position).name
+            return notices.checkpoint_written(file=file, round=position)
+        stages = None if len(at) == len(self._spec.modules) else list(at)
+        return notices.stages_written(rounds=tuple(at.values()), stages=stages)
 
     def _write_state(
         self,

@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from atoll.coordinator import past
+from atoll.coordinator import notices, past
 from atoll.coordinator.admission_control import AdmissionControl, Refusal, RefusalStatus
 from atoll.coordinator.catching_up import AT_ONCE
 from atoll.coordinator.checkpointing import Checkpointing
@@ -28,6 +28,7 @@ from atoll.coordinator.policies import electable, needs_most
 from atoll.coordinator.presence import MAX_PEERS, Presence, mean
 from atoll.coordinator.run.keys import RunKeys
 from atoll.coordinator.run.levels import Level
+from atoll.coordinator.run.notice import Notice
 from atoll.coordinator.run.spec import RunSpec
 from atoll.coordinator.run.status import (
     MAX_GAPS,
@@ -44,7 +45,7 @@ from atoll.coordinator.run.status import (
 from atoll.dht.tasks import together
 from atoll.optim.log.entry import LogError, Verify
 from atoll.optim.log.evidence import Evidence
-from atoll.optim.log.orders import EvictPeer, ReadmitPeer, RunSettings, described
+from atoll.optim.log.orders import EvictPeer, ReadmitPeer, RunSettings
 
 PLACED_S = 120.0  # within which a peer that joined reports where it is: it may download first
 
@@ -236,9 +237,9 @@ class Coordinator:
         """Return seconds since 1970 by the run's clock."""
         return self._clock()
 
-    def report(self, level: Level, text: str) -> None:
+    def report(self, level: Level, notice: Notice) -> None:
         """Add an event to the run's."""
-        self._events.report(level, text)
+        self._events.report(level, notice)
 
     async def introduce(self, question: bytes) -> bytes:
         """Return signed records of peers; none before the first DHT node runs."""
@@ -275,7 +276,7 @@ class Coordinator:
         if leaving and retired:
             log.retire(status)
         for event in self.admission.paced(status.peer_id, events):
-            self._events.add(event.level, status.peer_id, event.text, at_s=event.at)
+            self._events.add(event.level, status.peer_id, event.notice, at_s=event.at)
         for trace in traces if role != "follower" else ():
             log.rounds.trace(status.peer_id, trace, self._clock())
         if evidence:
@@ -298,11 +299,11 @@ class Coordinator:
             evidence = Evidence.decode(record)
             evidence.check(log.replica.run_id, self._verify)
         except LogError as error:
-            text = f"sent evidence that proves nothing: {error}"
+            useless = notices.bad_evidence(reason=str(error))
             for event in self.admission.paced(
-                reporter, [Event(at=self._clock(), level="warning", text=text)]
+                reporter, [Event.of(useless, "warning", at=self._clock())]
             ):
-                self._events.add(event.level, reporter, event.text)
+                self._events.add(event.level, reporter, event.notice)
             return
         # Keys are free: the lies of those that never came here would only fill the list.
         electors = {elector.peer_id for elector in log.replica.electorate}
@@ -342,7 +343,7 @@ class Coordinator:
             ) from None
         if order is None:
             return
-        self.report("info", f"given: {described(order)}")
+        self.report("info", notices.given(order))
         match order.change:
             case EvictPeer(peer_id=peer):
                 self.presence.put_out(peer)
@@ -519,4 +520,4 @@ class Coordinator:
         if self._is_finished() and not self.finished.is_set():
             self.finished.set()
             rounds = self.log.rounds_total
-            self._events.report("info", f"run complete: all {rounds} rounds committed")
+            self._events.report("info", notices.run_complete(rounds=rounds))

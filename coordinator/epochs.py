@@ -22,6 +22,7 @@ import asyncio
 from collections.abc import Callable, Iterable, Sequence
 from enum import Enum
 
+from atoll.coordinator import notices
 from atoll.coordinator.heads import Heads, PeerHead
 from atoll.coordinator.ledger import contributors
 from atoll.coordinator.policies import (
@@ -38,7 +39,7 @@ from atoll.coordinator.policies import (
     not_restarted,
 )
 from atoll.coordinator.presence import MAX_PEERS, KnownPeer
-from atoll.coordinator.run.levels import Level
+from atoll.coordinator.run.notice import Report
 from atoll.coordinator.run.status import PeerStatus
 from atoll.coordinator.signing import EpochSigner
 from atoll.optim.log.entry import (
@@ -61,9 +62,9 @@ LEARN_S = 60.0  # of answers, if it is not known which epoch is the newest
 class Cause(Enum):
     """A reason to open an epoch in a run that does not stand still."""
 
-    ELECTORS_LEFT = "electors left"
-    ELECTORS_LOST = "electors restarted, or fell silent"
-    KEEPERS_CHANGED = "keepers joined, or were evicted"
+    ELECTORS_LEFT = "electors_left"
+    ELECTORS_LOST = "electors_lost"  # they restarted, or fell silent
+    KEEPERS_CHANGED = "keepers_changed"  # some joined, or were evicted
 
 
 class Epochs:
@@ -80,7 +81,7 @@ class Epochs:
         may_begin: Callable[[], bool] = lambda: True,
         is_evicted: Callable[[str], bool] = lambda peer_id: False,
         orders_wait: Callable[[], bool] = lambda: False,
-        report: Callable[[Level, str], None],
+        report: Report,
     ) -> None:
         """Open epochs of a replica.
 
@@ -293,19 +294,13 @@ class Epochs:
         at_head = all((h.position, h.chain) == (head.position, head.chain) for h in answers)
         joined = sum(keeper in named for keeper in waiting)
         if (joined or out) and is_whole and at_head and self._replica.head == head:
-            changes = [(joined, "joined"), (out, "evicted")]
-            told = (f"{n} keeper{'' if n == 1 else 's'} {how}" for n, how in changes if n)
-            await self._open_with(named, now_s, Cause.KEEPERS_CHANGED, ", ".join(told))
+            await self._open_with(named, now_s, Cause.KEEPERS_CHANGED, came=joined, went=out)
 
     def _note_keepers(self, here: int) -> None:
         """Report that keepers are missing, whenever their number changes."""
         missing = max(0, self._min_keepers - here)
         if missing and missing != self._keepers_missing:
-            self._report(
-                "info",
-                f"waiting for {missing} keeper{'' if missing == 1 else 's'}; create an invite "
-                "with `atoll invite --role keeper`",
-            )
+            self._report("info", notices.keepers_missing(missing=missing))
         self._keepers_missing = missing
 
     async def _open_with(
@@ -313,7 +308,9 @@ class Epochs:
         electors: Sequence[Elector],
         now_s: float,
         cause: Cause | None = None,
-        changes: str = "",
+        *,
+        came: int = 0,
+        went: int = 0,
     ) -> bool:
         if self._min_keepers and self._is_open:
             self._note_keepers(len(electors))
@@ -334,16 +331,16 @@ class Epochs:
             on_stored=self._signer.note,
         )
         self._progress.restart(now_s, again=is_stuck)
-        text = f"epoch {opened.epoch} opened at position {opened.base_position}"
-        plural = "" if len(chosen) == 1 else "s"
-        whom = "keeper" if self._min_keepers else "peer"
-        because = {
-            None: "",
-            Cause.ELECTORS_LEFT: ": acceptors left",
-            Cause.ELECTORS_LOST: ": acceptors restarted, or fell silent",
-            Cause.KEEPERS_CHANGED: f": {changes}",
-        }[cause]
-        self._report("info", f"{text} with {len(chosen)} {whom}{plural}{because}")
+        told = notices.epoch_opened(
+            epoch=opened.epoch,
+            position=opened.base_position,
+            electors=len(chosen),
+            role="keeper" if self._min_keepers else "peer",
+            cause="" if cause is None else cause.value,
+            came=came,
+            went=went,
+        )
+        self._report("info", told)
         return True
 
     def _sound_term(self, chosen: Sequence[Elector]) -> int:
@@ -410,12 +407,11 @@ class Epochs:
         )
         ahead = furthest - head.position
         if ahead > 0 and self.is_stuck:
-            self._report("warning", f"{ahead} rounds are void: no peer can show how to get there")
+            self._report("warning", notices.rounds_void(rounds=ahead))
         if ahead <= 0 or self.is_stuck:
             await self.open(alive, now_s)
         elif not self._behind_reported:
-            text = f"{ahead} rounds are missing here; a new epoch opens once they are fetched"
-            self._report("warning", text)
+            self._report("warning", notices.rounds_missing(rounds=ahead))
         self._behind_reported = ahead > 0
 
     # Epochs that were signed and are not in the log
@@ -424,18 +420,13 @@ class Epochs:
         """Report what the log here lacks, if anything."""
         left, rounds = self._signer.left, self._known_rounds
         if self.lacks_epochs:
-            signed = "may have signed epochs" if left is None else f"has signed epoch {left}"
-            what = f"the run's key {signed}, which the log here lacks"
+            lost = notices.log_lost(epoch=left, position=None, known_rounds=None)
         elif self._replica.position < rounds:
-            what = f"the log here ends after round {self._replica.position} of {rounds}"
+            here = self._replica.position
+            lost = notices.log_lost(epoch=None, position=here, known_rounds=rounds)
         else:
             return
-        self._report(
-            "error",
-            f"{what}: it was lost, or is an old copy. No epoch opens until peers have sent what is "
-            "missing; keep the peers running. If none has it any more, restart with --accept-loss: "
-            "the run then continues from the log here",
-        )
+        self._report("error", lost)
 
     async def _learn(self, alive: Sequence[KnownPeer], now_s: float) -> None:
         """Adopt the newest epoch that peers hold under this run's key."""
@@ -473,7 +464,7 @@ class Epochs:
         await self._replica.adopt(record)
         if self._signer.left is not None:
             self._signer.note(newest)
-        self._report("warning", f"epoch {newest} learned from peers; fetching its entries")
+        self._report("warning", notices.epoch_learned(epoch=newest))
         return True
 
 

@@ -16,11 +16,11 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
+from atoll.coordinator import notices
 from atoll.coordinator.history import History
 from atoll.coordinator.rounds import KEPT_OPEN, OpenRound, RoundHistory
-from atoll.coordinator.run.levels import Level
+from atoll.coordinator.run.notice import Report
 from atoll.coordinator.run.status import HISTORY, RoundReport, RoundSummary
-from atoll.dht.identity import short
 from atoll.dht.tasks import Tasks
 from atoll.optim.log.entry import Certificate, Claim, Entry
 from atoll.optim.log.replica import LiveReplica, NotNext, Replica
@@ -81,7 +81,7 @@ class KeptModels:
         every: int,
         last: int,
         on_kept: Callable[[], None],
-        report: Callable[[Level, str], None],
+        report: Report,
     ) -> None:
         """Fetch a model every `every` rounds (0: only at the end), and one of round `last`."""
         self._replica = replica
@@ -116,8 +116,8 @@ class KeptModels:
         except Exception:
             log.exception("could not keep a model; retrying")
             return
-        peer, position = short(model.peer_id), model.state.position
-        self._report("info", f"stored the model of {peer} after round {position}")
+        stored = notices.model_stored(peer=model.peer_id, round=model.state.position)
+        self._report("info", stored)
         self._on_kept()
 
 

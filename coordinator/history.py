@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from atoll.coordinator.run.levels import Level
+from atoll.coordinator.run.notice import Notice
 from atoll.coordinator.run.status import (
     EVENTS,
     HISTORY,
@@ -118,7 +119,7 @@ class History:
             "CASE WHEN json_valid(text) THEN json_extract(text, '$.at') <= ? END "
             "ORDER BY id DESC LIMIT ?"
         )
-        return [e for raw in self._blobs(query, until_s, newest) if (e := _read(Event, raw))]
+        return [e for raw in self._blobs(query, until_s, newest) if (e := _read_event(raw))]
 
     def put_mark(self, point: LossPoint, tallies: bytes) -> None:
         """Save a mark: what peers had done up to a round, and its place on the curve."""
@@ -183,30 +184,30 @@ class EventLog:
         """Return the newest events by their time: a peer's come late after a reboot."""
         return sorted(self._events, key=lambda event: event.at)
 
-    def report(self, level: Level, text: str) -> None:
+    def report(self, level: Level, notice: Notice) -> None:
         """Log an event of the coordinator."""
-        self.add(level, "coordinator", text)
+        self.add(level, "coordinator", notice)
 
-    def report_once(self, level: Level, text: str, *, key: Hashable) -> None:
+    def report_once(self, level: Level, notice: Notice, *, key: Hashable) -> None:
         """Log an event of the coordinator unless one of its key was logged within `REPEAT_S`."""
         now_s = self._clock()
         self._reported_s = {k: s for k, s in self._reported_s.items() if s > now_s - REPEAT_S}
         if key not in self._reported_s:
             self._reported_s[key] = now_s
-            self.report(level, text)
+            self.report(level, notice)
 
-    def add(self, level: Level, source: str, text: str, *, at_s: float | None = None) -> None:
+    def add(self, level: Level, source: str, notice: Notice, *, at_s: float | None = None) -> None:
         """Log an event.
 
         Args:
             level: level of the event.
             source: PeerID, or "coordinator".
-            text: the fact and its remedy, for people.
+            notice: what happened.
             at_s: time by the run's clock as the source knows it; by default now.
         """
         now_s = self._clock()
         at_s = now_s if at_s is None or not now_s - LATE_S <= at_s <= now_s else at_s
-        event = Event(at=at_s, level=level, source=source[:128], text=text[:1000])
+        event = Event.of(notice, level, at=at_s, source=source)
         self._keep(event)
         self._history.add_event(event)
 
@@ -243,6 +244,12 @@ def _read(kind: type[R], raw: bytes) -> R | None:
         return kind.from_json(raw)
     except StatusError:  # of an older version; only people read it, so it is skipped
         return None
+
+
+@functools.lru_cache(maxsize=2 * EVENTS)
+def _read_event(raw: bytes) -> Event | None:
+    """Parse an event, as `_read_round`."""
+    return _read(Event, raw)
 
 
 @functools.lru_cache(maxsize=2 * HISTORY)

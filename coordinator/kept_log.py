@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from atoll.coordinator import notices
 from atoll.coordinator.admission_control import Refusal, RefusalStatus
 from atoll.coordinator.catching_up import CatchUp, Recover, Taken
 from atoll.coordinator.epochs import Epochs
@@ -28,13 +29,14 @@ from atoll.coordinator.policies import (
 from atoll.coordinator.presence import KnownPeer, Presence, mean
 from atoll.coordinator.rounds import RoundHistory
 from atoll.coordinator.run.levels import Level
+from atoll.coordinator.run.notice import Notice
 from atoll.coordinator.run.spec import RunSpec
 from atoll.coordinator.run.status import PeerStatus, RunState
 from atoll.coordinator.scrubbing import Scrubbing
 from atoll.coordinator.signing import EpochSigner
 from atoll.optim.log.entry import Claim, Elector, Entry, LogError
 from atoll.optim.log.mending import Damage
-from atoll.optim.log.orders import RunSettings, described, read_order
+from atoll.optim.log.orders import RunSettings, read_order
 from atoll.optim.log.replica import DISK_ERRORS, LiveReplica, NotNext
 from atoll.optim.log.store import SnapshotInfo, StoreHead
 from atoll.optim.reduction.cells import Bytes
@@ -111,7 +113,7 @@ class KeptLog:
             self._epochs.report_loss()
         self._damage = damage
         if damage:
-            self._report("error", str(damage))
+            self._report("error", notices.of_damage(damage))
         self.rounds = self._open_rounds(history)
         self._history = history
         self._publisher = PublisherChoice()
@@ -206,7 +208,7 @@ class KeptLog:
                 return False
         except LogError as error:
             # The certificate is valid and covers the body's digest, so the sender is at fault.
-            self._around.events.add("warning", source, f"sent an invalid body: {error}")
+            self._around.events.add("warning", source, notices.bad_body(reason=str(error)))
             raise Refusal(RefusalStatus.INVALID_ARGUMENT, str(error)) from None
         except DISK_ERRORS as error:
             self.report_disk(error)
@@ -255,12 +257,8 @@ class KeptLog:
     def report_disk(self, error: Exception) -> None:
         """Report a failed write, and ask no peer for entries for `DISK_PAUSE_S`."""
         self._ask_from_s = self._around.steady() + DISK_PAUSE_S
-        self._around.events.report_once(
-            "error",
-            f"the coordinator cannot write its state ({error}); free space on its disk. Training "
-            "continues, and the coordinator then fetches what it missed",
-            key=type(error).__name__,
-        )
+        full = notices.disk_full(reason=str(error))
+        self._around.events.report_once("error", full, key=type(error).__name__)
 
     # What the run's first node brings
 
@@ -345,8 +343,8 @@ class KeptLog:
 
     # inside
 
-    def _report(self, level: Level, text: str) -> None:
-        self._around.events.report(level, f"{self.name}: {text}" if self.name else text)
+    def _report(self, level: Level, notice: Notice) -> None:
+        self._around.events.report(level, notice.within(self.name))
 
     def _open_rounds(self, history: History) -> RoundHistory:
         if not self._logged:
@@ -377,14 +375,14 @@ class KeptLog:
 
     def _tell_order(self, entry: Entry) -> None:
         if entry.kind == "control":
-            text = described(read_order(entry.order))
-            self._report("info", f"round {entry.position + 1}: {text}")
+            decided = notices.decided(read_order(entry.order), entry.position + 1)
+            self._report("info", decided)
 
     def _moved_on(self) -> None:
         self._around.on_moved()
         if self.replica.diverged and not self._divergence_reported:
             self._divergence_reported = True
-            self._report("error", self.replica.diverged)
+            self._report("error", notices.log_diverged(reason=self.replica.diverged))
 
     async def _look_for_epochs(self, now_s: float) -> None:
         """Open an epoch if one is due; peers that do not answer hold up nothing else."""

@@ -10,6 +10,7 @@ counted into a mark once its members' reports are complete, which tell the bytes
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -115,9 +116,10 @@ class _Sums:
         counted = contributors(entry)
         if not counted:
             return
-        offered = sum(member.tokens for member in counted)
-        # A token of a fragment's round counts once, although each fragment takes it.
-        told = summary.tokens if summary is not None else offered
+        offered = weighed_tokens(counted)
+        # A token of a fragment's round counts once, although each fragment takes it. Rounds of
+        # earlier versions count those of weight 0 as well.
+        told = min(summary.tokens, offered) if summary is not None else offered
         for member in counted:
             if not member.weight:  # a peer's first window moves nothing
                 continue
@@ -175,6 +177,11 @@ def contributors(entry: Entry) -> list[Member]:
     return [m for i, m in enumerate(entry.members) if empty[i] < len(entry.parts)]
 
 
+def weighed_tokens(counted: Iterable[Member]) -> int:
+    """Return the tokens that moved the model: a peer's first window has weight 0."""
+    return sum(member.tokens for member in counted if member.weight)
+
+
 class Ledger:
     """Counts the rounds of one log."""
 
@@ -184,13 +191,19 @@ class Ledger:
         self.entries = entries
         self._last = self._mark(LAST)
         self._newest = self._last
+        self._recent = self._last
+        """Of the last call of `at`: a replay asks for the next round each time"""
         self._points = history.points()
 
     def at(self, position: int) -> LedgerSums:
         """Return the sums at a position."""
-        start = self._last if self._last.position <= position else self._mark(position)
+        start = self._recent
+        nearest = min(position - position % MARK_EVERY, self._last.position)  # mark there may be
+        if not nearest <= start.position <= position:
+            start = self._last if self._last.position <= position else self._mark(position)
         while start.position < position:  # in steps, as an unmarked history may be long
             start = self._counted(start, min(position, start.position + MARK_EVERY))
+        self._recent = start
         return start
 
     def newest(self, position: int) -> LedgerSums:
@@ -213,6 +226,7 @@ class Ledger:
             until = self._last.position + MARK_EVERY
             rounds = self._rounds(self._last.position, until)
             self._last = self._last.after(rounds, self._read(self._last.position, until), until)
+            self._recent = self._last  # reports may have come since others were counted
             if rounds:
                 point = point_of(rounds, self._last.tokens)
                 self._history.put_mark(point, self._last.to_json())
@@ -224,6 +238,7 @@ class Ledger:
         """Forget the marks beyond a position, which the history has forgotten too."""
         if self._last.position > after:
             self._last = self._mark(after)
+        self._recent = self._last
         if self._newest.position > after:
             self._newest = self._last
         if self._points and self._points[-1].position > after:
@@ -246,10 +261,17 @@ class Ledger:
 
     def _read(self, start: int, stop: int) -> Iterable[Entry]:
         for raw in self.entries(start, stop):
-            try:
-                yield Entry.decode(raw)
-            except MalformedRecord:  # damaged on the disk: the log mends it
-                continue
+            if entry := read_entry(raw):
+                yield entry
+
+
+@functools.lru_cache(maxsize=2)  # of a replay's step: it asks for each of two entries again
+def read_entry(raw: bytes) -> Entry | None:
+    """Parse an entry; None if it is damaged on the disk, which the log mends."""
+    try:
+        return Entry.decode(raw)
+    except MalformedRecord:
+        return None
 
 
 def point_of(rounds: Sequence[RoundSummary], tokens: int) -> LossPoint:

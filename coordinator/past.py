@@ -7,12 +7,13 @@ numbers are 0 in an earlier status, as if they were not known.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 
 from atoll.coordinator.history import History
-from atoll.coordinator.ledger import Ledger, LedgerSums, ReadEntries, Tally
+from atoll.coordinator.ledger import Ledger, LedgerSums, ReadEntries, Tally, read_entry
 from atoll.coordinator.module_status import with_peers, with_valid_losses
 from atoll.coordinator.rounds import interval_s
 from atoll.coordinator.run.status import (
@@ -27,8 +28,8 @@ from atoll.coordinator.run.status import (
     RowsStatus,
     RunStatus,
 )
-from atoll.optim.log.entry import Entry, MalformedRecord
-from atoll.optim.log.orders import RunSettings, read_settings
+from atoll.optim.log.entry import Entry
+from atoll.optim.log.orders import read_settings
 from atoll.optim.log.units import progress
 
 AWAY_AFTER = 8  # rounds without a peer's work: it is gone, or far too slow
@@ -64,18 +65,19 @@ def status_at(
     at_s, position = rounds[-1].at, rounds[-1].position
     stands = {name: position_at(log.history, at_s) for name, log in logs.items() if name != last}
     stands[last] = position
-    settings = _settings(logs[last], position)
+    entry = _entry(logs[last], position)
+    settings = read_settings(entry.settings if entry is not None else b"")
     tallies = {name: log.ledger.at(stands[name]) for name, log in logs.items()}
     given = contributions(tallies)
     sums = {(name, t.peer_id): t for name, each in tallies.items() for t in each.peers}
     today = {peer.peer_id: peer for peer in now.peers}
+    pace = _Pace(rounds, at_s)
     peers = [
         _peer(
             sums[row.module, row.peer_id],
             row,
             stands[row.module],
-            rounds if row.module == last else [],
-            at_s,
+            pace if row.module == last else _Pace([], at_s),
             today.get(row.peer_id),
         )
         for row in given
@@ -92,7 +94,7 @@ def status_at(
         chain=rounds[-1].chain,
         now=at_s,
         tokens_total=tallies[last].tokens,
-        tokens_per_s=_speed(rounds[-1].tokens, rounds),
+        tokens_per_s=pace.speed(rounds[-1].tokens),
         loss=next((r.loss for r in reversed(rounds) if r.loss is not None), None),
         valid_loss=next((r.valid_loss for r in reversed(rounds) if r.valid_loss), None),
         utilisation=0.0,
@@ -106,7 +108,7 @@ def status_at(
         reducer=settings.reducer or "",
         codec=settings.codec or now.codec,
         orders_waiting=0,
-        rows=rows_of(_units(logs[last], position), now.rows.total if now.rows else 0),
+        rows=rows_of(entry.units if entry is not None else None, now.rows.total if now.rows else 0),
         modules=_modules([known[name] for name in logs if name in known], logs, stands, peers),
     )
 
@@ -153,47 +155,30 @@ def rows_of(units: bytes | None, total: int) -> RowsStatus | None:
     return RowsStatus(number=now.number, done=now.done, held=now.held, total=total)
 
 
-def _units(log: PastLog, position: int) -> bytes | None:
-    """Return the table of units after a round; None if its entry cannot be read."""
-    for raw in log.entries(position - 1, position):
-        try:
-            return Entry.decode(raw).units
-        except MalformedRecord:
-            break
-    return None
-
-
-def _settings(log: PastLog, position: int) -> RunSettings:
-    """What the orders up to a round had changed."""
-    for raw in log.entries(position - 1, position):
-        try:
-            return read_settings(Entry.decode(raw).settings)
-        except MalformedRecord:
-            break
-    return read_settings(b"")
+def _entry(log: PastLog, position: int) -> Entry | None:
+    """Return the entry of a round; None if it cannot be read."""
+    return next((read_entry(raw) for raw in log.entries(position - 1, position)), None)
 
 
 def _peer(
     tally: Tally,
     given: PeerShare,
     position: int,
-    rounds: Sequence[RoundSummary],
-    at_s: float,
+    pace: _Pace,
     today: PeerStatus | None,
 ) -> PeerStatus:
     """A peer as the log knows it: its name and role are those of today."""
     state: PeerState = "training" if position - tally.last < AWAY_AFTER else "gone"
-    seen_s = next((row.at for row in rounds if row.position >= tally.last), at_s)
     return PeerStatus(
         peer_id=tally.peer_id,
         name=today.name if today is not None else "",
         module=given.module,
         state=state,
         position=position if state == "training" else tally.last,
-        tokens_per_s=_speed(tally.round_tokens, rounds) if tally.last == position else 0.0,
+        tokens_per_s=pace.speed(tally.round_tokens) if tally.last == position else 0.0,
         loss=tally.loss,
         wire_bytes_sent=tally.wire_bytes,
-        last_seen_s=max(0.0, at_s - seen_s),
+        last_seen_s=pace.since(tally.last),
         device=today.device if today is not None else "",
         rounds_seen=given.rounds + given.missed,
         rounds_counted=tally.rounds,
@@ -201,9 +186,22 @@ def _peer(
     )
 
 
-def _speed(tokens: int, rounds: Sequence[RoundSummary]) -> float:
-    seconds = interval_s(rounds)
-    return tokens / seconds if seconds else 0.0
+class _Pace:
+    """How fast rounds came up to a time: asked for each peer of hundreds."""
+
+    def __init__(self, rounds: Sequence[RoundSummary], now_s: float) -> None:
+        self._positions = [row.position for row in rounds]
+        self._rounds, self._now_s = rounds, now_s
+        self._interval_s = interval_s(rounds)
+
+    def speed(self, tokens: int) -> float:
+        """Return the tokens of a round per second."""
+        return tokens / self._interval_s if self._interval_s else 0.0
+
+    def since(self, position: int) -> float:
+        """Return the seconds since a round, or since the first one that is known after it."""
+        index = bisect_left(self._positions, position)
+        return max(0.0, self._now_s - self._rounds[index].at) if index < len(self._rounds) else 0.0
 
 
 def _modules(

@@ -15,7 +15,7 @@ from typing import Literal
 from urllib.parse import unquote
 
 from atoll.coordinator.presence import KnownPeer
-from atoll.coordinator.run.status import PeerStatus
+from atoll.coordinator.run.status import MAX_LOOK_S, PeerStatus
 from atoll.optim.log.electorate import FEW_ELECTORS, NEW_PER_OLD, TRIAL_ENTRIES, Succession
 from atoll.optim.log.entry import Elector, Newcomer, Trust, is_quorum, max_liars
 
@@ -41,6 +41,8 @@ REPORTS_PER_S = 10.0  # far above a heartbeat per second
 CALL_BURST = 256.0  # at once from one address: a lab behind one router starts again
 MAX_ADDRESSES = 4096  # remembered; about 1 MB
 CALLS_PER_S = 20.0  # a dashboard asks once a second; a join costs two signatures
+LOOK_S = 1.0  # peers report about as often
+WATCH_BYTES_PER_S = 2.5e6  # 20 Mbit/s, of which a small cloud machine has some 100
 SHUN_S = 300.0  # a peer that claimed entries and sent none is asked again after this
 
 _ELECTABLE = (
@@ -324,6 +326,16 @@ def expected_round_s(window: float, interval: float) -> float:
         interval: seconds between the last rounds; 0 if there are none.
     """
     return max(interval, min(window, LONGER_ROUND * interval)) if interval else window
+
+
+def look_every_s(page_bytes: int, watchers: int) -> float:
+    """Return how often watchers may look, so that together they fetch at most `WATCH_BYTES_PER_S`.
+
+    Args:
+        page_bytes: of a status as it is sent.
+        watchers: that look.
+    """
+    return min(MAX_LOOK_S, max(LOOK_S, page_bytes * watchers / WATCH_BYTES_PER_S))
 
 
 @dataclass

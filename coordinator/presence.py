@@ -9,9 +9,10 @@ import asyncio
 import dataclasses
 from dataclasses import dataclass
 
+from atoll.coordinator import notices
 from atoll.coordinator.history import EventLog, History
 from atoll.coordinator.rpc.messages import ALIVE_S, HEARTBEAT_S, MAX_HEARTBEAT_S
-from atoll.coordinator.run.status import CANNOT_REACH, MAX_PEERS_SHOWN, PeerState, PeerStatus
+from atoll.coordinator.run.status import MAX_PEERS_SHOWN, PeerState, PeerStatus
 
 FORGET_S = 3600.0  # gone peers stay in view this long
 REPORTS_PER_S = 200  # from all peers together; one takes about 0.3 ms
@@ -162,13 +163,13 @@ class Presence:
         if leaving:
             self._seen.discard(status.peer_id)
             if known:
-                self._events.add("info", status.peer_id, "left")
+                self._events.add("info", status.peer_id, notices.peer_left())
             return
         self._seen.add(status.peer_id)
         if before and before.status.incarnation not in ("", status.incarnation):
-            self._events.add("warning", status.peer_id, "restarted")
+            self._events.add("warning", status.peer_id, notices.peer_restarted())
         elif before and not known and status.peer_id not in self._joined:
-            self._events.add("info", status.peer_id, "is back")
+            self._events.add("info", status.peer_id, notices.peer_back())
         self._joined.discard(status.peer_id)
 
     def apart(self, now_s: float) -> list[tuple[str, str]]:
@@ -188,11 +189,11 @@ class Presence:
         new = [pair for pair in pairs if pair not in self._apart]
         for one, other in new[:PAIRS_NAMED]:
             self._events.report_once(
-                "warning", f"{one} and {other} {CANNOT_REACH}", key=(one, other)
+                "warning", notices.peers_apart(peers=[one, other]), key=(one, other)
             )
         if len(new) > PAIRS_NAMED:
-            more = f"{len(new) - PAIRS_NAMED} more pairs of peers"
-            self._events.report_once("warning", f"{more} {CANNOT_REACH}", key="more pairs apart")
+            more = notices.more_peers_apart(pairs=len(new) - PAIRS_NAMED)
+            self._events.report_once("warning", more, key="more pairs apart")
         self._apart = frozenset(pairs)
 
     def put_out(self, peer_id: str) -> None:
@@ -210,7 +211,7 @@ class Presence:
         for peer_id in sorted(self._seen - alive):
             known = self.peers.get(peer_id)
             silent_s = known.alive_s if known is not None else ALIVE_S
-            self._events.add("warning", peer_id, f"no report for {silent_s:g} s; counts as gone")
+            self._events.add("warning", peer_id, notices.peer_gone(silent_s=silent_s))
         self._seen &= alive
         self.report_apart(now_s)
         self.peers.forget(now_s)

@@ -14,17 +14,13 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
+from atoll.coordinator import notices
 from atoll.coordinator.run.files import replace_private
 from atoll.coordinator.run.invite import Invite
-from atoll.coordinator.run.levels import Level
+from atoll.coordinator.run.notice import Report
 from atoll.coordinator.run.relocation import Relocation, RelocationInvalid
 
 RELOCATION_FILE = "relocation.signed"
-_OTHER = (
-    "this run's key has signed at a later time that its coordinator is at {there}: two "
-    "coordinators of one run open epochs against each other. Stop this one if it has moved; "
-    f"otherwise stop that one, delete {RELOCATION_FILE} here, set the clock, and start again"
-)
 
 
 def own_record(path: Path, invite: Invite, sign: Callable[[bytes], bytes], now_s: float) -> bytes:
@@ -57,7 +53,7 @@ def own_record(path: Path, invite: Invite, sign: Callable[[bytes], bytes], now_s
 class OwnPlace:
     """The addresses that a coordinator tells its peers, and its watch for another coordinator."""
 
-    def __init__(self, invite: Invite, record: bytes, report: Callable[[Level, str], None]) -> None:
+    def __init__(self, invite: Invite, record: bytes, report: Report) -> None:
         """Tell peers this record; `report` takes what the organiser has to know.
 
         Raises:
@@ -80,7 +76,10 @@ class OwnPlace:
         other = self._open(record)
         if other.serial > self._highest:  # once each
             self._highest = other.serial
-            self._report("error", _OTHER.format(there=" and ".join(other.addresses)))
+            elsewhere = notices.coordinator_elsewhere(
+                addresses=other.addresses, file=RELOCATION_FILE
+            )
+            self._report("error", elsewhere)
         return False
 
     def _open(self, record: bytes) -> Relocation:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 from atoll.coordinator.history import History
-from atoll.coordinator.ledger import Ledger, LedgerSums, contributors
+from atoll.coordinator.ledger import Ledger, LedgerSums, contributors, weighed_tokens
 from atoll.coordinator.run.status import (
     HISTORY,
     NAMED_PEERS,
@@ -113,7 +113,7 @@ class RoundHistory:
             late=late,
             loss=entry.loss,
             valid_loss=valid_loss,
-            tokens=sum(member.tokens for member in counted) // self._num_fragments,
+            tokens=weighed_tokens(counted) // self._num_fragments,
             members=len(counted),
             left_out=list(left_out),
             chain=entry.chain.hex(),

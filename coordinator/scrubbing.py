@@ -7,9 +7,9 @@ them (`CatchUp`); one that is noticed at the next start, weeks later, is lost.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 
-from atoll.coordinator.run.levels import Level
+from atoll.coordinator import notices
+from atoll.coordinator.run.notice import Report
 from atoll.dht.tasks import ENDING_S, Tasks
 from atoll.optim.log.mending import Damage, Scrub
 from atoll.optim.log.replica import DISK_ERRORS, LiveReplica
@@ -23,7 +23,7 @@ PASS_S = 60.0  # between two passes: a small log need not be read all the time
 class Scrubbing:
     """Reads the log of a replica, a step at a time."""
 
-    def __init__(self, replica: LiveReplica, report: Callable[[Level, str], None]) -> None:
+    def __init__(self, replica: LiveReplica, report: Report) -> None:
         """Scrub a replica's log, which was read at the start; `report` logs an event."""
         self._replica = replica
         self._log_event = report
@@ -49,9 +49,9 @@ class Scrubbing:
         try:
             is_over: bool = await self._replica.compute(self._scrub.step, STEP_BYTES)
         except (StoreError, *DISK_ERRORS) as error:
-            self._log_event("error", f"the log on disk cannot be read: {error}")
+            self._log_event("error", notices.log_unreadable(reason=str(error)))
             is_over = True
         self._due_s = now_s + (PASS_S if is_over else STEP_S)
         damaged, self._scrub.damaged_snapshots = self._scrub.damaged_snapshots, []
         if damaged:
-            self._log_event("error", str(Damage(snapshots=damaged)))
+            self._log_event("error", notices.of_damage(Damage(snapshots=damaged)))

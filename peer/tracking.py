@@ -21,6 +21,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Protocol
 
+from atoll.coordinator.run.notice import Notice
+from atoll.peer import notices
 from atoll.peer.extras import extra
 
 MAX_WAITING = 256  # rounds: a service that hangs for an hour loses some, and costs 100 kB
@@ -89,7 +91,7 @@ def tracked(
     trackers: Sequence[str],
     *,
     name: str,
-    on_trouble: Callable[[str], None],
+    on_trouble: Callable[[Notice], None],
     open_one: Callable[[str, str], Writer] = open_writer,
 ) -> Iterator[Track]:
     """Yield what passes the numbers of rounds to these trackers while the block runs.
@@ -123,7 +125,7 @@ class _TrackerThread:
         self,
         told: str,
         name: str,
-        on_trouble: Callable[[str], None],
+        on_trouble: Callable[[Notice], None],
         open_one: Callable[[str, str], Writer],
     ) -> None:
         self._told, self._name = told, name
@@ -159,7 +161,7 @@ class _TrackerThread:
             writer.close()
         except BaseException as error:  # whatever a tracker raises, SystemExit included
             text = f"{type(error).__name__}: {error}".splitlines()[0][:200]
-            self._on_trouble(f"--track {self._told} failed and is left; the run goes on: {text}")
+            self._on_trouble(notices.tracker_failed(tracker=self._told, reason=text))
             while self._waiting.get() != _END:
                 pass  # nobody reads them any more, and the queue stays short
 

@@ -8,9 +8,9 @@
 
 A real `atoll coordinator`, and clients in four processes that call from 40 addresses, as no address
 may call too often: all in one network namespace, without delay. Peers report as often as the
-coordinator asks for, and each watcher asks for the status once a second, as the dashboard does. No
-peer trains, and the run has not begun. First peers alone, then with the watchers. All share the
-cores of this machine.
+coordinator asks for, and watchers look as often as it says, as the dashboard does. No peer trains,
+and the run has not begun. First peers alone, then with the watchers. All share the cores of this
+machine.
 """
 
 import argparse

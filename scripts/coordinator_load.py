@@ -5,14 +5,15 @@
 
 Each client reaches the coordinator by one of the addresses, in turn. They join with as many peers,
 print a line, and wait for a line on stdin. Then each peer reports as often as the coordinator asks
-for, each watcher asks for the status once a second, and after so many seconds a line of JSON tells
-how long each call took, and what failed. Calls of the first seconds, in which all connect, are made
-but do not count.
+for, each watcher asks for the status as often as told, and after so many seconds a line of JSON
+tells how long each call took, and what failed. Calls of the first seconds, in which all connect,
+are made but do not count.
 """
 
 import asyncio
 import json
 import random
+import re
 import sys
 import time
 from collections.abc import Sequence
@@ -22,8 +23,9 @@ from atoll.coordinator.rpc.channel import StatusClient, stub
 from atoll.coordinator.rpc.client import CoordinatorClient, Joined
 from atoll.coordinator.rpc.client_errors import CoordinatorError
 from atoll.coordinator.rpc.messages import CALL_TIMEOUT_S, pb
+from atoll.coordinator.run.frames import decompress
 from atoll.coordinator.run.invite import Invite
-from atoll.coordinator.run.status import PeerStatus
+from atoll.coordinator.run.status import MAX_RUN_BYTES, PeerStatus
 from atoll.dht.identity import Identity
 from atoll.peer.cli.watching import read_invite
 from support.status import make_peer
@@ -56,15 +58,20 @@ class Calls:
 
 
 class Watcher(StatusClient):
-    """Asks for the status, and does not read it: its owner's machine would."""
+    """Asks for the status, and does not parse it: its owner's machine would."""
+
+    every_s = WATCH_S
 
     async def look(self) -> int:
-        """Return the bytes of the answer."""
+        """Return the bytes of the answer, and take from it when to look again."""
         request = pb.StatusRequest(token=self.invite.token)
 
         async def call(channel: object) -> int:
             reply = await stub(channel, "Status")(request, timeout=CALL_TIMEOUT_S)
-            return reply.ByteSize()
+            raw = decompress(reply.packed, most_bytes=MAX_RUN_BYTES)
+            asked = re.search(rb'"look_every_s":([0-9.]+)', raw)
+            self.every_s = max(WATCH_S, float(asked[1]) if asked else 0.0)
+            return int(reply.ByteSize())
 
         return await self._with_channel(call)
 
@@ -110,7 +117,7 @@ async def watch(invite: Invite, until_s: float, calls: Calls) -> None:
             calls.note(began_s, await client.look())
         except CoordinatorError as error:
             calls.note_failed(error)
-        await asyncio.sleep(max(0.0, began_s + WATCH_S - time.monotonic()))
+        await asyncio.sleep(max(0.0, began_s + client.every_s - time.monotonic()))
     await client.close()
 
 

@@ -16,9 +16,10 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import TypeVar
 
+from atoll.coordinator import notices
 from atoll.coordinator.copies.target import NotOurs, Superseded, TargetFailed, reason
 from atoll.coordinator.copies.writing import CopyWriter, WrittenCopy
-from atoll.coordinator.run.levels import Level
+from atoll.coordinator.run.notice import Report
 from atoll.coordinator.run.status import CopyStatus
 from atoll.dht.tasks import together
 from atoll.optim.log.store import StoreError
@@ -41,7 +42,7 @@ class Copies:
     def __init__(
         self,
         writer: CopyWriter,
-        report: Callable[[Level, str], None],
+        report: Report,
         *,
         every_s: float = EVERY_S,
         look_s: float = LOOK_S,
@@ -130,9 +131,9 @@ class Copies:
     def _note(self, copied: WrittenCopy) -> None:
         position = min(copied.positions)
         if self._failures:
-            self._report("info", f"copies work again: the newest is after round {position}")
+            self._report("info", notices.copies_recovered(round=position))
         elif self.status.at is None:
-            self._report("info", f"copied after round {position}")
+            self._report("info", notices.copies_begun(round=position))
         self._failures = 0
         self.status = CopyStatus(at=self._clock(), position=position)
 
@@ -142,7 +143,7 @@ class Copies:
         if why != before.failing:
             # Events are for all peers to read; where copies go is not.
             log.warning("%s", full)
-            self._report("warning", f"copies fail, retrying: {why}; see the coordinator's output")
+            self._report("warning", notices.copies_failing(reason=why))
         self.status = CopyStatus(
             at=before.at,
             position=before.position,

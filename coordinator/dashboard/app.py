@@ -40,7 +40,7 @@ from atoll.coordinator.dashboard.panes import (
 )
 from atoll.coordinator.dashboard.prompt import Prompt
 from atoll.coordinator.dashboard.themes import DARK, LIGHT
-from atoll.coordinator.report.feed import INTERVAL_S, Feed, FeedError, read, retry_s
+from atoll.coordinator.report.feed import INTERVAL_S, Feed, FeedError, pause_s, read
 from atoll.coordinator.report.mine import find_peer
 from atoll.coordinator.report.view import View
 from atoll.coordinator.run.status import RunStatus
@@ -157,7 +157,7 @@ class DashboardApp(App[None]):
     async def _follow(self, interval_s: float) -> None:
         while True:
             await self.poll()
-            await asyncio.sleep(retry_s(self.view.num_attempts, interval_s))
+            await asyncio.sleep(pause_s(self._held, self.view.num_attempts, interval_s))
 
     async def poll(self) -> None:
         """Read the status once and draw it, or show why it could not be read."""

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Final
 
+import numpy as np
 from textual.content import Content
 
 from atoll.coordinator.run.text import count, fit
@@ -128,24 +129,27 @@ def smoothed(points: Sequence[ChartPoint]) -> list[ChartPoint]:
 
     Unlike a running mean it neither lags behind a falling loss nor bends at the ends.
     """
+    if not points:
+        return []
     reach = min(24, max(3, len(points) // 16))
-    return [
-        (x, _local_line(points[max(0, i - reach) : i + reach + 1], x, points[i][1]))
-        for i, (x, _) in enumerate(points)
-    ]
-
-
-def _local_line(near: Sequence[ChartPoint], at: float, otherwise: float) -> float:
-    span = 1.001 * max(abs(x - at) for x, _ in near) or 1.0
-    weights = [(1 - (abs(x - at) / span) ** 3) ** 3 for x, _ in near]
-    mass = sum(weights)
-    mean_x = sum(w * x for w, (x, _) in zip(weights, near, strict=True)) / mass
-    mean_y = sum(w * y for w, (_, y) in zip(weights, near, strict=True)) / mass
-    spread = sum(w * (x - mean_x) ** 2 for w, (x, _) in zip(weights, near, strict=True))
-    if spread == 0:
-        return otherwise
-    slant = sum(w * (x - mean_x) * (y - mean_y) for w, (x, y) in zip(weights, near, strict=True))
-    return mean_y + slant / spread * (at - mean_x)
+    x_P, y_P = np.asarray(points, dtype=float).T  # P points, W of them near each
+    index_PW = np.arange(len(points))[:, None] + np.arange(-reach, reach + 1)
+    is_near_PW = (index_PW >= 0) & (index_PW < len(points))
+    index_PW = index_PW.clip(0, len(points) - 1)
+    far_PW = np.abs(x_P[index_PW] - x_P[:, None]) * is_near_PW
+    span_P1 = 1.001 * far_PW.max(axis=1, keepdims=True)
+    span_P1[span_P1 == 0] = 1.0
+    weight_PW = (1 - (far_PW / span_P1) ** 3) ** 3 * is_near_PW
+    weight_PW /= weight_PW.sum(axis=1, keepdims=True)
+    mean_x_P = (weight_PW * x_P[index_PW]).sum(axis=1)
+    mean_y_P = (weight_PW * y_P[index_PW]).sum(axis=1)
+    off_PW = x_P[index_PW] - mean_x_P[:, None]
+    spread_P = (weight_PW * off_PW**2).sum(axis=1)
+    slant_P = (weight_PW * off_PW * (y_P[index_PW] - mean_y_P[:, None])).sum(axis=1)
+    is_flat_P = spread_P == 0
+    spread_P[is_flat_P] = 1.0
+    fit_P = np.where(is_flat_P, y_P, mean_y_P + slant_P / spread_P * (x_P - mean_x_P))
+    return list(zip(x_P.tolist(), fit_P.tolist(), strict=True))
 
 
 def thinned(points: Sequence[ChartPoint], num_max: int) -> list[ChartPoint]:

@@ -5,6 +5,7 @@ ReplayApp(archive).run()
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 from typing import ClassVar, Final
 
@@ -17,7 +18,7 @@ from textual.widget import Widget
 
 from atoll.coordinator.dashboard.app import DashboardApp
 from atoll.coordinator.dashboard.prompt import Prompt
-from atoll.coordinator.dashboard.tape import SCREENS_PER_S, Tape
+from atoll.coordinator.dashboard.tape import SCREENS_PER_S, Tape, Thrift
 from atoll.coordinator.report.archive import RunArchive
 from atoll.coordinator.report.feed import FeedError, read
 from atoll.coordinator.run import text
@@ -114,7 +115,7 @@ class ReplayApp(DashboardApp):
         Args:
             archive: of the run.
             now: its newest status.
-            interval_s: seconds between two screens; None: only when `advance` is called.
+            interval_s: least seconds between two screens; None: only when `advance` is called.
             light: start with the light theme.
             me: PeerID of the viewer's own peer.
             first: the round to begin after.
@@ -122,6 +123,7 @@ class ReplayApp(DashboardApp):
         self.tape = Tape(total=last_round(now), is_playing=interval_s is not None)
         self.tape.go_to(first)
         self._archive = archive
+        self._thrift = Thrift()
         self._screen_s = interval_s
         super().__init__(self._read, interval_s=None, light=light, me=me)
 
@@ -142,11 +144,13 @@ class ReplayApp(DashboardApp):
 
     def _turn(self) -> None:
         assert self._screen_s is not None
-        before = self.tape.position
+        was_playing = self.tape.is_playing
         self.tape.advance(self._screen_s)
-        if self.tape.position != before or self.tape.position != self._shown:
+        is_due = self.tape.position != self._shown
+        if is_due and self._thrift.allows(time.monotonic(), time.process_time()):
             self._seek()
-        self._draw()
+        if was_playing != self.tape.is_playing:
+            self._draw()
 
     async def _look(self) -> None:
         """Take note of how far a running run has got."""
@@ -170,13 +174,17 @@ class ReplayApp(DashboardApp):
         while True:
             position = self.tape.position
             await self.poll()
-            self._draw()
-            if self.view.failure or position == self.tape.position:
+            self._draw_bar()
+            # While it plays, the next turn goes on.
+            if self.view.failure or self.tape.is_playing or position == self.tape.position:
                 return
 
     def _draw(self) -> None:
         mark = "▶ replay" if self.tape.is_playing else "‖ replay"
         self._show(replace(self.view, replay=mark))
+        self._draw_bar()
+
+    def _draw_bar(self) -> None:
         for bar in self.query(ScrubBar):
             bar.show(self.tape, self.view.status)
 

@@ -2,14 +2,37 @@
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass
 from typing import Final
 
 SPEEDS: Final = (0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0, 500.0, 2000.0)
 """Rounds a second."""
-SCREENS_PER_S: Final = 8.0  # a faster replay skips rounds
+SCREENS_PER_S: Final = 8.0  # at most; a faster replay skips rounds
+CPU_SHARE: Final = 0.12  # of a core, for a replay that plays: hundreds of peers take 50 ms a screen
 _JUMP = re.compile(r"(?P<sign>[+-]?)(?P<number>\d{1,12}(?:\.\d+)?)(?P<percent>%?)")
+
+
+@dataclass
+class Thrift:
+    """Spaces screens so that drawing them takes at most a share of a core."""
+
+    share: float = CPU_SHARE
+    _at_s: float = -math.inf
+    _cpu_s: float = 0.0
+
+    def allows(self, now_s: float, cpu_s: float) -> bool:
+        """Return whether the next screen may be drawn, and count from here if so.
+
+        Args:
+            now_s: on any steady clock.
+            cpu_s: that the process has used so far.
+        """
+        if cpu_s - self._cpu_s > self.share * (now_s - self._at_s):
+            return False
+        self._at_s, self._cpu_s = now_s, cpu_s
+        return True
 
 
 @dataclass

@@ -36,6 +36,12 @@ async def read(feed: Feed) -> RunStatus:
     raise FeedError(f"cannot read the status of the run: {reason}")
 
 
+def pause_s(status: RunStatus | None, num_failures: int, interval_s: float) -> float:
+    """Return the pause before the next look: as the coordinator asks, longer after failures."""
+    asked_s = status.look_every_s if status is not None else 0.0
+    return retry_s(num_failures, max(interval_s, asked_s))
+
+
 def retry_s(num_attempts: int, interval_s: float) -> float:
     """Return the pause after this many failures in a row: doubling up to a limit, without end."""
     return min(max(RETRY_MAX_S, interval_s), interval_s * 2.0 ** min(num_attempts, 8))

@@ -13,7 +13,7 @@ import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from atoll.coordinator.report.feed import INTERVAL_S, Feed, FeedError, read, retry_s
+from atoll.coordinator.report.feed import INTERVAL_S, Feed, FeedError, pause_s, read
 from atoll.coordinator.report.figures import run_names, side_by_side
 from atoll.coordinator.report.view import (
     IMPORTANT,
@@ -40,8 +40,8 @@ from atoll.coordinator.report.view import (
     without,
 )
 from atoll.coordinator.run import text
+from atoll.coordinator.run.notice import CANNOT_REACH
 from atoll.coordinator.run.status import (
-    CANNOT_REACH,
     Event,
     ModuleStatus,
     PeerStatus,
@@ -255,7 +255,7 @@ async def follow(
                 return current
             previous = current if previous is None or not is_older(current, previous) else previous
             num_failures = 0
-        await asyncio.sleep(retry_s(num_failures, interval_s))
+        await asyncio.sleep(pause_s(previous, num_failures, interval_s))
 
 
 def _due(held: list[tuple[float, str]], status: RunStatus) -> list[str]:

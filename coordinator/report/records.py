@@ -14,7 +14,7 @@ import json
 from collections.abc import Callable
 from typing import Any
 
-from atoll.coordinator.report.feed import INTERVAL_S, Feed, FeedError, read, retry_s
+from atoll.coordinator.report.feed import INTERVAL_S, Feed, FeedError, pause_s, read
 from atoll.coordinator.report.plain import is_older, is_over, new_events, settled_rounds
 from atoll.coordinator.report.view import num_present
 from atoll.coordinator.run.status import RunStatus, StatusRecord
@@ -80,4 +80,4 @@ async def follow(
                 return current
             if previous is None or not is_older(current, previous):
                 previous = current
-        await asyncio.sleep(retry_s(num_failures, interval_s))
+        await asyncio.sleep(pause_s(previous, num_failures, interval_s))

@@ -19,9 +19,18 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, ValidationError
 
 from atoll.coordinator.run.levels import Level
+from atoll.coordinator.run.notice import (
+    MAX_CHARS,
+    MAX_FIELDS,
+    MAX_ITEMS,
+    MAX_TEXT,
+    MAX_VALUE_CHARS,
+    Notice,
+    size_of,
+)
 from atoll.coordinator.run.outcome import Outcome
 
 MAX_RECORD_BYTES = 64 * 1024  # one peer's status or one round; a peer's is below 2 kB
@@ -33,12 +42,7 @@ MAX_PEERS_SHOWN = 4096  # in a RunStatus
 MAX_UNREACHED = 16  # peers that one names as out of its reach
 MAX_GAPS = 64  # newest gaps in a RunStatus
 MAX_MODULES = 64  # of a run
-
-CANNOT_REACH = (
-    "cannot reach each other, so work of one may not count with the other; open or forward a TCP "
-    "port at one of them, and name it there with --listen and --announce"
-)
-"""The fact and the remedy, after the names of two peers."""
+MAX_LOOK_S = 30.0  # a dashboard that is older says how old it is, and a person would think it hangs
 
 RunState = Literal["waiting", "training", "paused", "stalled", "finished"]
 PeerReach = Literal["", "direct", "upnp", "hole", "relayed"]
@@ -47,7 +51,7 @@ PeerState = Literal[
 ]
 
 Name = Annotated[str, Field(max_length=128)]
-Text = Annotated[str, Field(max_length=1000)]
+Text = Annotated[str, Field(max_length=MAX_TEXT)]
 Hex = Annotated[str, Field(max_length=64, pattern=r"^[0-9a-f]*$")]
 Count = Annotated[int, Field(ge=0, lt=2**63)]
 Amount = Annotated[float, Field(ge=0)]
@@ -61,6 +65,27 @@ Reasons = Annotated[dict[Name, Reason], Field(max_length=NAMED_PEERS)]
 PeerBytes = Annotated[dict[Name, Count], Field(max_length=NAMED_PEERS)]
 Reasoned = Annotated[dict[Name, Count], Field(max_length=16)]
 WITHDRAWN = "withdrawn"  # of a microbatch: what a peer that leaves its stage gives up
+
+
+def _expect_small(fields: dict[str, Any]) -> dict[str, Any]:
+    if size_of(fields) > MAX_CHARS:
+        raise ValueError(f"expected at most {MAX_CHARS} characters, got {size_of(fields)}")
+    return fields
+
+
+Code = Annotated[str, Field(max_length=48, pattern=r"^([a-z0-9_]+(\.[a-z0-9_]+)+)?$")]
+Words = Annotated[str, Field(max_length=MAX_VALUE_CHARS)]
+FieldName = Annotated[str, Field(max_length=32, pattern=r"^[a-z][a-z0-9_]*$")]
+FieldValue = (
+    bool
+    | Annotated[int, Field(ge=-(2**63), lt=2**63)]
+    | float
+    | Words
+    | Annotated[list[Words], Field(max_length=MAX_ITEMS)]
+)
+Fields = Annotated[
+    dict[FieldName, FieldValue], Field(max_length=MAX_FIELDS), AfterValidator(_expect_small)
+]
 
 _CONFIG = ConfigDict(
     strict=True, extra="forbid", allow_inf_nan=False, revalidate_instances="always"
@@ -126,6 +151,29 @@ class Event(StatusRecord):
     source: Name = ""
     """PeerID, or 'coordinator'."""
     text: Text
+    """The fact and its remedy, for people."""
+    code: Code = ""
+    """What happened, of docs/events.md; empty in events of versions that had no codes."""
+    fields: Fields = field(default_factory=dict, hash=False)
+    """The facts that the text states, by name."""
+
+    @classmethod
+    def of(cls, notice: str, level: Level, *, at: float, source: str = "") -> Event:
+        """Return the event of a notice, cut to what an event may hold."""
+        told = Notice.of(notice)
+        return cls(
+            at=at,
+            level=level,
+            source=source[:128],
+            text=told[:MAX_TEXT],
+            code=told.code,
+            fields=told.fields,
+        )
+
+    @property
+    def notice(self) -> Notice:
+        """Return what it states."""
+        return Notice(self.text, self.code, self.fields)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -286,6 +334,7 @@ class RoundSummary(StatusRecord):
     loss: float | None = None
     valid_loss: float | None = None
     tokens: Count = 0
+    """That moved the model: windows of weight 0 do not."""
     members: Count = 0
     left_out: Annotated[list[Name], Field(max_length=4096)] = field(default_factory=list)
     seconds: Seconds = field(default_factory=dict)
@@ -432,6 +481,8 @@ class RunStatus(StatusRecord):
     epoch: Count = 0
     position: Count = 0
     """Entries that the coordinator holds; peers may be ahead."""
+    look_every_s: Annotated[float, Field(ge=0, le=MAX_LOOK_S)] = 0.0
+    """Least seconds between two looks of one watcher, as many look at much; 0 for no limit."""
     rounds_total: Count = 0
     """0: until stopped."""
     min_peers: Count = 1

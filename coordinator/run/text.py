@@ -31,6 +31,8 @@ _UNSAFE: Final = frozenset({"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"})
 def clean(text: object, *, num_max: int = NUM_TEXT_MAX) -> str:
     """Return one line of printable text; a middle dot replaces each removed character."""
     raw = str(text)[: num_max + 1]
+    if len(raw) <= num_max and raw.isprintable():  # as nearly all are: a screen cleans thousands
+        return raw
     safe = "".join(_printable(character) for character in raw[:num_max])
     return safe + "…" if len(raw) > num_max else safe
 

@@ -7,6 +7,7 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 
+from atoll.coordinator import notices
 from atoll.coordinator.coordinator import Coordinator
 from atoll.coordinator.ports import LOOK_S, Ports
 from atoll.dht.transport import TransportError
@@ -59,5 +60,8 @@ class PortsWatch:
         self._report(ports.look(alive, connected, now_s), ports)
 
     def _report(self, line: str, ports: Ports) -> None:
-        if line:
-            self._run.report("warning" if ports.is_wrong else "info", line)
+        found = {"grpc": ports.grpc.found, "p2p": ports.p2p.found}
+        if line and ports.is_wrong:
+            self._run.report("warning", notices.ports_closed(line, **found))
+        elif line:
+            self._run.report("info", notices.ports_found(line, **found))

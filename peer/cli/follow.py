@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from atoll.coordinator.run.notice import Notice, told_fields
 from atoll.peer.cli import (
     Subparsers,
     add_named_files,
@@ -179,12 +180,13 @@ class FollowerLines:
         self._as_json = as_json
         self._is_first = True
 
-    def event(self, level: Level, text: str) -> None:
+    def event(self, level: Level, notice: Notice) -> None:
         """Print an event."""
         if self._as_json:
-            print_json({"kind": "event", "level": level, "text": text, "time": _now_s()})
+            told = told_fields(notice)
+            print_json({"kind": "event", "level": level, "time": _now_s(), **told})
         else:
-            self._say(text if level == "info" else f"{level}  {text}")
+            self._say(notice if level == "info" else f"{level}  {notice}")
 
     def moved(self, place: FollowerPlace) -> None:
         """Print where the follower stands."""

@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from atoll.coordinator.run.notice import Notice
 from atoll.peer.cli.watching import read_invite
 from atoll.peer.daemon.options import MIN_CAP_MBIT_S, RELAY_MBIT_S, LinkRates
 from atoll.peer.errors import SetupError
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
     from atoll.peer.daemon.hours import Hours
     from atoll.peer.daemon.shifts import Rule
 
-Tell = Callable[[str], None]
+Tell = Callable[[Notice], None]
 
 
 def add_limits(parser: argparse.ArgumentParser) -> None:

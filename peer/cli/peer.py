@@ -16,6 +16,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from atoll.coordinator.run.notice import told_fields
+from atoll.peer import notices
 from atoll.peer.cli import (
     Subparsers,
     add_allow_model,
@@ -32,6 +34,7 @@ from atoll.peer.daemon.supervised import STDIN, stop_with_stdin
 
 if TYPE_CHECKING:
     from atoll.coordinator.run.invite import Invite
+    from atoll.coordinator.run.notice import Notice
     from atoll.peer.daemon.process import OnPeerEvent, PeerEvent
 
 SERVE_SHARE = 0.2  # of the time: training keeps four fifths of a contended core
@@ -278,10 +281,10 @@ def _run(args: argparse.Namespace, invite: "Invite", *, is_rank: bool) -> int:
         return run_peer(options, on_event=on_event, ask=ask)
 
 
-def _warn(shown: "OnPeerEvent", text: str) -> None:
+def _warn(shown: "OnPeerEvent", notice: "Notice") -> None:
     from atoll.peer.daemon.process import PeerEvent
 
-    shown(PeerEvent(kind="event", position=0, text=text, level="warning"))
+    shown(PeerEvent(kind="event", position=0, text=notice, level="warning"))
 
 
 def numbers_of(event: "PeerEvent") -> dict[str, float | None]:
@@ -320,10 +323,10 @@ def _number_of_ranks(args: argparse.Namespace) -> int:
 
 def _say_starting(what: str, *, as_json: bool) -> None:
     """Print a first line at once: what is imported next takes seconds."""
-    now_s, line = time.time(), f"starting a peer for {what}; loading takes some seconds"
+    now_s, line = time.time(), notices.starting(what=what)
     if as_json:
         fields = {"kind": "event", "position": 0, "level": "info", "time": round(now_s, 3)}
-        print(json.dumps(fields | {"text": line}), flush=True)
+        print(json.dumps(fields | told_fields(line)), flush=True)
     else:
         clock = time.strftime("%H:%M:%S", time.localtime(now_s))
         print(f"{clock}  {line}", file=sys.stderr, flush=True)
@@ -465,7 +468,7 @@ def _as_json(event: "PeerEvent") -> None:
         fields["left"] = event.left
     if event.account is not None:
         fields |= _account_fields(event)
-    print(json.dumps(fields | {"text": event.text}), flush=True)
+    print(json.dumps(fields | told_fields(event.text)), flush=True)
 
 
 def _account_fields(event: "PeerEvent") -> dict[str, object]:

@@ -17,17 +17,18 @@ import asyncio
 import os
 import shutil
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from atoll.coordinator.run.levels import Level
+from atoll.coordinator.run.notice import Notice, Report
 from atoll.coordinator.run.spec import RunSpec
 from atoll.coordinator.run.text import clean
 from atoll.coordinator.run.tokenizer_file import TokenizerFileError, unpack
 from atoll.coordinator.service.server import TOKENIZER_FILE
+from atoll.peer import notices
 from atoll.peer.daemon.sent_tokenizer import keep_tokenizer
 from atoll.peer.errors import DataError, SetupError
 from atoll.peer.training.hf.beginning import expect_init
@@ -116,7 +117,7 @@ class Exports:
         options: ExportOptions | None,
         root: Path,
         spec: RunSpec,
-        report: Callable[[Level, str], None],
+        report: Report,
     ) -> None:
         """Continue after those in the follower's folder.
 
@@ -155,7 +156,7 @@ class Exports:
         try:
             self._due = self._linked(checkpoint)
         except OSError as error:
-            self._report("error", f"no export of {checkpoint[-1].name}: {error}")
+            self._report("error", _failed(checkpoint[-1].name, error))
         if not self.is_writing:
             self._working = asyncio.create_task(self._work(options))
 
@@ -177,10 +178,10 @@ class Exports:
                 if not out.exists():
                     given = options.arguments(await self._tokenizer(options))
                     await _export(checkpoint, out, ["--format", options.form, *given])
-                    self._report("info", f"export {name} written")
+                    self._report("info", notices.export_written(file=name))
                 await asyncio.to_thread(self._remove_old, options.keep)
             except (OSError, SetupError) as error:
-                self._report("error", f"no export {name}: {error}")
+                self._report("error", _failed(name, error))
             finally:
                 await asyncio.to_thread(_remove, self._links(checkpoint))
 
@@ -279,3 +280,7 @@ def _remove(path: Path) -> None:
         shutil.rmtree(path, ignore_errors=True)
     else:
         path.unlink(missing_ok=True)
+
+
+def _failed(file: str, error: Exception) -> Notice:
+    return notices.export_failed(file=file, reason=str(error))

@@ -19,6 +19,7 @@ from pathlib import Path
 from atoll.coordinator.history import EventLog, History
 from atoll.coordinator.rounds import RoundHistory
 from atoll.coordinator.run.levels import Level
+from atoll.coordinator.run.notice import Notice
 from atoll.coordinator.service.server import LogFiles
 from atoll.optim.log.entry import Entry
 from atoll.optim.log.replica import WHOLE
@@ -56,10 +57,10 @@ class FollowerFolder:
         """Keep events from now on; blocks."""
         self._events = self._events or EventLog(self.history(WHOLE), time.time)
 
-    def keep_event(self, level: Level, source: str, text: str) -> None:
+    def keep_event(self, level: Level, source: str, notice: Notice) -> None:
         """Keep an event of the run; until `begin_events`, drop it."""
         if self._events is not None:
-            self._events.add(level, source, text)
+            self._events.add(level, source, notice)
 
     def close(self) -> None:
         """Close the files; idempotent."""

@@ -24,6 +24,7 @@ from atoll.coordinator.service.server import TOKENIZER_FILE
 from atoll.optim.log.replica import DISK_ERRORS
 from atoll.optim.state import vectors
 from atoll.optim.state.outer_state import StateError
+from atoll.peer import notices
 from atoll.peer.daemon.follow_folder import FollowerFolder, Records
 from atoll.peer.daemon.log_run import LogRun
 from atoll.peer.daemon.peer import Environment
@@ -141,9 +142,7 @@ class FollowRun(LogRun):
             except Evicted:
                 raise
             except (CoordinatorError, StateError) as error:
-                self._catching_up.report_waiting(
-                    f"no first state from the coordinator yet: {error}"
-                )
+                self._catching_up.report_waiting(notices.no_first_state(reason=str(error)))
                 await asyncio.sleep(FIRST_STATE_PAUSE_S)
             else:
                 await self._env.compute(store.save_snapshot, first, store.genesis_chain)

@@ -27,6 +27,7 @@ from typing import Any, Generic, TypeVar
 from atoll.coordinator.checkpointing import Checkpointing
 from atoll.coordinator.rpc.client import CoordinatorClient, Joined
 from atoll.coordinator.run.levels import Level
+from atoll.coordinator.run.notice import Notice, Report
 from atoll.coordinator.run.spec import RunSpec
 from atoll.dht.identity import Identity
 from atoll.dht.tasks import together
@@ -42,7 +43,6 @@ from atoll.peer.paths import PeerPaths
 MAX_PORT = 65535
 _TCP_PORT = re.compile(r"(?<=/tcp/)[1-9][0-9]*", re.ASCII)
 
-OnEvent = Callable[[Level, str], None]
 T = TypeVar("T")
 
 
@@ -106,7 +106,7 @@ class Followed:
 
     @classmethod
     @asynccontextmanager
-    async def open(cls, options: FollowOptions, on_event: OnEvent) -> AsyncIterator[Followed]:
+    async def open(cls, options: FollowOptions, on_event: Report) -> AsyncIterator[Followed]:
         """Join, hold verified states of all that is followed, and keep the run during the block.
 
         Raises:
@@ -158,7 +158,7 @@ class _Opening:
     """Opens the peers of a follower one after another, and closes them together."""
 
     def __init__(
-        self, options: FollowOptions, spec: RunSpec, folder: FollowerFolder, on_event: OnEvent
+        self, options: FollowOptions, spec: RunSpec, folder: FollowerFolder, on_event: Report
     ) -> None:
         self._options, self._spec, self._folder = options, spec, folder
         self._on_event = on_event
@@ -189,8 +189,8 @@ class _Opening:
         def kind(spec: RunSpec) -> StartRun:
             return start
 
-        def note(level: Level, text: str) -> None:
-            self._note(level, f"{module}: {text}" if module else text)
+        def note(level: Level, notice: Notice) -> None:
+            self._note(level, notice.within(module))
 
         opening = Peer.open(
             self._peer_options(number, module),
@@ -237,9 +237,9 @@ class _Opening:
             if isinstance(failure, Exception):
                 raise failure
 
-    def _note(self, level: Level, text: str) -> None:
-        self._folder.keep_event(level, self._me, text)
-        self._on_event(level, text)
+    def _note(self, level: Level, notice: Notice) -> None:
+        self._folder.keep_event(level, self._me, notice)
+        self._on_event(level, notice)
 
     def _peer_options(self, number: int, module: str) -> PeerOptions:
         given, is_staged = self._options.peer, len(self._spec.modules) > 1
@@ -315,7 +315,7 @@ def port_after(multiaddr: str, number: int) -> str:
     return _TCP_PORT.sub(higher, multiaddr) if number else multiaddr
 
 
-async def _spec_of(options: PeerOptions, on_event: OnEvent) -> RunSpec:
+async def _spec_of(options: PeerOptions, on_event: Report) -> RunSpec:
     """Return the run's spec: as an earlier start has kept it, or by joining.
 
     Raises:
@@ -323,8 +323,8 @@ async def _spec_of(options: PeerOptions, on_event: OnEvent) -> RunSpec:
     """
     paths, invite = PeerPaths(root=options.state_dir), options.invite
 
-    def show(level: Level, text: str, *, key: object = None) -> None:
-        on_event(level, text)
+    def show(level: Level, notice: Notice, *, key: object = None) -> None:
+        on_event(level, notice)
 
     with closing(StateDirectory(paths, invite.run_id)) as directory:
         directory.expect_role(follows=True)

@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import dataclass
 
-from atoll.peer.daemon.followed import Followed, FollowOptions, OnEvent
+from atoll.coordinator.run.notice import Report
+from atoll.peer.daemon.followed import Followed, FollowOptions
 from atoll.peer.daemon.loop_thread import LoopThread
 from atoll.peer.daemon.process import INTERRUPTED, OK, log_file, stop_on_signals
 from atoll.peer.daemon.state_directory import expect_run
@@ -41,7 +42,7 @@ class FollowerPlace:
 
 
 def run_follower(
-    options: FollowOptions, *, on_event: OnEvent, on_moved: Callable[[FollowerPlace], None]
+    options: FollowOptions, *, on_event: Report, on_moved: Callable[[FollowerPlace], None]
 ) -> int:
     """Follow until the run is complete or a signal stops it; return the exit code.
 
@@ -71,9 +72,7 @@ def run_follower(
 class Follower:
     """A follower in its thread."""
 
-    def __init__(
-        self, options: FollowOptions, on_event: OnEvent, stopping: threading.Event
-    ) -> None:
+    def __init__(self, options: FollowOptions, on_event: Report, stopping: threading.Event) -> None:
         """Join, and return once there are verified states; see `run_follower`.
 
         Raises:

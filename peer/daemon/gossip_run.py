@@ -25,7 +25,6 @@ from torch import Tensor
 
 from atoll.coordinator.rpc.client import Beat, Joined
 from atoll.coordinator.rpc.client_errors import CoordinatorError, CoordinatorUnreachable, Evicted
-from atoll.dht.identity import short
 from atoll.dht.roster import PeerRecord
 from atoll.dht.tasks import together
 from atoll.dht.transport import TransportError
@@ -36,6 +35,7 @@ from atoll.optim.reducer import Commit, Contribution, Settle
 from atoll.optim.reduction.contribution import work_weight
 from atoll.optim.state.layout import Layout
 from atoll.optim.state.outer_state import OuterState, StateError
+from atoll.peer import notices
 from atoll.peer.daemon.loop_thread import LoopThread
 from atoll.peer.daemon.peer import Environment, Peer
 from atoll.peer.daemon.reach.company import Company
@@ -308,11 +308,10 @@ class StateSearch:
             after_leaf=ctx.link.inflow.take,
         )
         self.recoveries += 1
-        self._env.report(
-            "info",
-            f"recovered the state of round {state.position} from {short(peer)} "
-            f"in {time.monotonic() - began_s:.1f} s",
+        recovered = notices.state_from_neighbour(
+            round=state.position, peer=peer, seconds=time.monotonic() - began_s
         )
+        self._env.report("info", recovered)
         return state
 
     async def _from_coordinator(self) -> OuterState | None:
@@ -322,12 +321,11 @@ class StateSearch:
         except Evicted:
             raise
         except (CoordinatorError, StateError) as error:
-            self._env.report("warning", f"no state from the coordinator yet: {error}")
+            self._env.report("warning", notices.no_state_yet(reason=str(error)))
             return None
         if state.position:
             self.recoveries += 1
-            text = f"recovered the state of round {state.position} from the coordinator"
-            self._env.report("info", text)
+            self._env.report("info", notices.state_from_coordinator(round=state.position))
         return state
 
 
@@ -404,7 +402,7 @@ class GossipReducer(RunReducer):
         number = self.progress.count(contribution)
         if self._joining:
             # As in a run with a log, the first window of a joiner weighs nothing.
-            self._ctx.on_event("info", "joined: the first window counts with weight 0")
+            self._ctx.on_event("info", notices.first_window())
             weight, self._joining = 0.0, False
         window = GossipWindow(
             number=number,
@@ -468,11 +466,10 @@ class GossipReducer(RunReducer):
             StateError: the state does not fit the run's model.
         """
         if self._is_borrowed and int(state["position"]) <= self.position:
-            self._ctx.on_event(
-                "info",
-                f"resuming from round {self.position} of a neighbour; the state saved here is of "
-                f"round {state['position']}",
+            older = notices.older_state_saved(
+                round=self.position, saved_round=int(state["position"])
             )
+            self._ctx.on_event("info", older)
             self._reset(self._thread.ask(lambda: self._gossip.state))
             return
         own = OuterState.genesis(self._ctx.layout, state["params_N"], state["memory_M"])

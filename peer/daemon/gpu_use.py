@@ -20,6 +20,8 @@ from typing import Any, Protocol
 
 import psutil
 
+from atoll.coordinator.run.notice import Notice
+from atoll.peer import notices
 from atoll.peer.errors import DeviceError
 from atoll.peer.extras import extra
 
@@ -106,7 +108,7 @@ class GpuRule:
     """Trains while no other program uses the GPU."""
 
     meter: GpuMeter
-    tell: Callable[[str], None]
+    tell: Callable[[Notice], None]
     """Takes what the owner should know, once each."""
     courtesy: GpuCourtesy = GpuCourtesy()
     has_failed: bool = False
@@ -117,15 +119,12 @@ class GpuRule:
             reading = self.meter.read()
         except DeviceError as error:
             if not self.has_failed:
-                self.tell(f"--yield-gpu has no effect: {error}")
+                self.tell(notices.option_unused(option="--yield-gpu", reason=str(error)))
             self.has_failed, self.courtesy = True, GpuCourtesy()
             return ""
         before, self.courtesy = self.courtesy, self.courtesy.after(reading, is_training=is_training)
         if self.courtesy.is_blind and not before.is_blind:
-            self.tell(
-                "--yield-gpu: this peer does not see its own use of the GPU, as in a container, so "
-                "it looks for other programs only before it joins"
-            )
+            self.tell(notices.gpu_blind())
         return WHY if self.courtesy.is_yielding else ""
 
 

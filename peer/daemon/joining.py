@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable
 
-from atoll.coordinator.run.levels import Level
+from atoll.coordinator.run.notice import Report
 from atoll.coordinator.run.phases import OnPhase
 from atoll.coordinator.run.spec import RunSpec
 from atoll.peer.daemon.gossip_run import GossipRun
@@ -24,7 +23,7 @@ from atoll.peer.daemon.pipeline_run import PipelineRun
 def open_peer(
     options: PeerOptions,
     *,
-    on_event: Callable[[Level, str], None],
+    on_event: Report,
     on_phase: OnPhase = lambda phase, position, left=None: None,
     stopping: threading.Event | None = None,
     admit: Admit | None = None,

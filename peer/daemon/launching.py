@@ -27,7 +27,9 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+from atoll.coordinator.run.notice import Notice
 from atoll.optim.ranks import RanksError
+from atoll.peer import notices
 from atoll.peer.daemon.consent import Ask
 from atoll.peer.daemon.process import (
     OK,
@@ -78,7 +80,7 @@ def run_rank(options: RunOptions, *, on_event: OnPeerEvent, ask: Ask | None) -> 
             follow(options)
             return OK
     except (NetworkLost, RanksError) as error:
-        text = f"rank {os.environ['RANK']}: {error}"
+        text = notices.rank_failed(rank=os.environ["RANK"], reason=str(error))
         on_event(PeerEvent(kind="event", position=0, text=text, level="warning"))
         return SMALLER if isinstance(error, StartSmaller) else LOST
 
@@ -119,10 +121,10 @@ def launch(
             if SMALLER not in codes:  # pieces end at single sequences
                 soon = soon + 1 if time.monotonic() - began_s < SOON_S else 0
             if soon == MAX_SOON:
-                text = f"a rank was lost {MAX_SOON} times in a row soon after the start; giving up"
+                text = notices.ranks_given_up(times=MAX_SOON)
                 on_event(PeerEvent(kind="event", position=0, text=text, level="error"))
                 return 1
-            text = f"a rank was lost; starting all {ranks} again from the saved state"
+            text = notices.rank_lost(ranks=ranks)
             on_event(PeerEvent(kind="event", position=0, text=text, level="warning"))
         return 128 + received[-1]
 
@@ -132,7 +134,7 @@ def is_launched() -> bool:
     return PIPE in os.environ
 
 
-def _tell(on_event: OnPeerEvent, text: str) -> None:
+def _tell(on_event: OnPeerEvent, text: Notice) -> None:
     on_event(PeerEvent(kind="event", position=0, text=text))
 
 

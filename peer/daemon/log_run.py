@@ -18,14 +18,16 @@ from contextlib import suppress
 from functools import partial
 from typing import ClassVar
 
+from atoll.coordinator.notices import decided, of_damage
 from atoll.coordinator.policies import STALL_S
 from atoll.coordinator.rpc.client import Beat, Joined
 from atoll.coordinator.rpc.client_errors import CoordinatorError, Evicted
 from atoll.coordinator.run.levels import Level
+from atoll.coordinator.run.notice import Notice
 from atoll.coordinator.run.phases import RoundPhase
 from atoll.coordinator.run.spec import RunSpec
 from atoll.coordinator.run.text import clean
-from atoll.dht.identity import short, verify
+from atoll.dht.identity import verify
 from atoll.dht.roster import PeerRecord
 from atoll.dht.scoped import roster_of, transport_of
 from atoll.optim.log.entry import (
@@ -38,7 +40,7 @@ from atoll.optim.log.entry import (
     verify_key,
 )
 from atoll.optim.log.mending import mend
-from atoll.optim.log.orders import RunSettings, described, read_order
+from atoll.optim.log.orders import RunSettings, read_order
 from atoll.optim.log.replica import (
     LiveReplica,
     Module,
@@ -54,6 +56,7 @@ from atoll.optim.reduction.robust import rule_of
 from atoll.optim.state import vectors
 from atoll.optim.state.mapped import MappedVectors
 from atoll.optim.state.outer_state import OuterState, StateError
+from atoll.peer import notices
 from atoll.peer.daemon.loop_thread import LoopThread
 from atoll.peer.daemon.peer import Environment, Peer
 from atoll.peer.daemon.reducer import Decisions, NetworkReducer, Reset, TrainerProgress
@@ -64,6 +67,7 @@ from atoll.peer.recovery.sources import CoordinatorSource, RosterSources
 from atoll.peer.rounds.conduct import Conduct
 from atoll.peer.rounds.context import Context, RoundSettings
 from atoll.peer.rounds.engine import Rounds, Settled
+from atoll.peer.rounds.notices import no_quorum
 
 PATIENCE_STALLS = 20  # a round with one repair and one change of proposer takes about ten
 LAST_VOTE_S = 10.0  # most of what a leaving elector has voted for is decided within a second
@@ -319,9 +323,9 @@ class LogRun:
         verify_run = partial(verify_key, env.options.invite.run_key)
         damage = await env.compute(partial(mend, self.replica.store, verify_run=verify_run))
         if damage:
-            env.report("warning", str(damage))
+            env.report("warning", of_damage(damage))
         if await self.replica.resume():
-            env.report("info", f"resumed at position {self.replica.position} from this machine")
+            env.report("info", notices.state_resumed(position=self.replica.position))
         while True:
             if not self.replica.ready and (joined is None or joined.head.position == 0):
                 await self._begin()
@@ -343,7 +347,7 @@ class LogRun:
         except Evicted:
             raise
         except (CoordinatorError, StateError) as error:
-            self._catching_up.report_waiting(f"no first state from the coordinator yet: {error}")
+            self._catching_up.report_waiting(notices.no_first_state(reason=str(error)))
             return
         await self.replica.install(state)
 
@@ -366,8 +370,8 @@ class LogRun:
     def _on_settled(self, settled: Settled) -> None:
         entry = settled.applied.entry
         if entry.kind == "control":
-            text = described(read_order(entry.order))
-            self._env.company.show("info", f"round {entry.position + 1}: {text}")
+            order = decided(read_order(entry.order), entry.position + 1)
+            self._env.company.show("info", order)
             self._follow_settings()
         if self._env.trains:  # else nobody would take it
             self._decisions.put(settled)
@@ -506,12 +510,7 @@ class Publisher:
             body = await self._env.compute(self._replica.store.body, position)
         except NotStored:
             if not self._reported_pruned:  # once: each answer asks for the same entry again
-                self._env.report(
-                    "warning",
-                    f"the coordinator lacks entry {position}, whose body was pruned here to stay "
-                    "within round.log_mb; if no peer has kept it, the coordinator resumes from a "
-                    "snapshot",
-                )
+                self._env.report("warning", notices.coordinator_lacks(entry=position))
             self._reported_pruned = True
             return False
         return await self._publish(record.epoch, position, record.entry, record.certificate, body)
@@ -556,7 +555,7 @@ class CatchingUp:
         try:
             recovered = await self._recovery.run()
         except (RecoveryError, CoordinatorError, LogError) as error:
-            self.report_waiting(f"cannot catch up yet: {error}")
+            self.report_waiting(notices.cannot_catch_up(reason=str(error)))
         else:
             self._patience.over()
             if recovered is not None:
@@ -569,11 +568,11 @@ class CatchingUp:
         if self._ctx.replica.leaps != before:
             self._on_leap()
 
-    def report_waiting(self, text: str) -> None:
+    def report_waiting(self, notice: Notice) -> None:
         """Report that something is missing, as loudly as its duration asks."""
         level = self._patience.level(self._ctx.now())
         if level is not None:
-            self._ctx.on_event(level, text)
+            self._ctx.on_event(level, notice)
 
 
 class Patience:
@@ -602,14 +601,14 @@ class Patience:
         self._since_s = None
 
 
-def _account(recovered: Recovered) -> str:
-    how = f"{recovered.entries} entries"
-    if recovered.snapshot_position is not None:
-        how = f"the snapshot at {recovered.snapshot_position} and {how}"
-    donors = (d if d == CoordinatorSource.name else short(d) for d in recovered.donors)
-    return (
-        f"recovered from position {recovered.from_position} to {recovered.to_position}: "
-        f"{how} from {', '.join(donors) or 'no peer'} in {recovered.seconds:.1f} s"
+def _account(recovered: Recovered) -> Notice:
+    return notices.state_recovered(
+        from_position=recovered.from_position,
+        to_position=recovered.to_position,
+        snapshot=recovered.snapshot_position,
+        entries=recovered.entries,
+        donors=recovered.donors,
+        seconds=recovered.seconds,
     )
 
 
@@ -628,7 +627,7 @@ class QuorumWatch:
         here: Collection[Elector],
         *,
         in_touch: bool,
-    ) -> str | None:
+    ) -> Notice | None:
         """Return a warning if a quorum was missing at this look and at the one before.
 
         Args:
@@ -651,7 +650,4 @@ class QuorumWatch:
             if in_touch
             else "the coordinator is back and opens a new epoch"
         )
-        return (
-            f"no quorum for round {position + 1}: {len(present)} of {len(electorate)} acceptors "
-            f"online (a restarted peer does not count); training continues locally until {until}"
-        )
+        return no_quorum(until, round=position + 1, online=len(present), acceptors=len(electorate))

@@ -18,6 +18,7 @@ from atoll.coordinator.run.admission import Role
 from atoll.coordinator.run.invite import MAX_BOOTSTRAP, Invite
 from atoll.coordinator.run.spec import RunSpec
 from atoll.optim.state.layout import Layout
+from atoll.peer import notices
 from atoll.peer.daemon.state_directory import (
     StateDirectoryError,
     StateDirectoryInUse,
@@ -296,21 +297,21 @@ class Enrolment:
                 earlier = directory.recall()
                 nodes = (*invite.bootstrap, *(earlier.bootstrap if earlier else ()))
                 if not isinstance(error, Busy) and await find_place(nodes):
-                    there = " and ".join(client.addresses)
-                    show("info", f"{error}; nodes of the run say that it is at {there}")
+                    found = notices.coordinator_found(addresses=client.addresses, reason=str(error))
+                    show("info", found)
                     await client.follow()
                     continue
                 if isinstance(error, WrongCertificate):
                     raise
                 is_usable = earlier is not None and earlier.module == client.module
                 if earlier and is_usable and time.monotonic() - began_s > OFFLINE_S:
-                    show("warning", f"starting without the coordinator: {error}")
+                    show("warning", notices.coordinator_absent(reason=str(error)))
                     client.recall_evictions(earlier.evictions)
                     # The run's own address comes first among those that were kept.
                     own = earlier.bootstrap[:1]
                     return cls(directory, invite, earlier, own_bootstrap=own, show=show), None
-                text = f"{error}; retrying in {pause_s:.1f} s"
-                show("warning", text, key=("cannot join", type(error)))
+                retrying = notices.coordinator_retrying(reason=str(error), retry_s=pause_s)
+                show("warning", retrying, key=("cannot join", type(error)))
             else:
                 membership = Membership.of(joined, invite, client)
                 directory.remember(membership)
@@ -356,5 +357,5 @@ class Enrolment:
             self._is_unwritten = False
         except OSError as error:
             self._is_unwritten = True
-            text = f"{error}: the membership could not be stored; make room on the disk"
-            self._show("warning", text, key="the membership could not be stored")
+            unwritten = notices.membership_unwritten(reason=str(error))
+            self._show("warning", unwritten, key="the membership could not be stored")

@@ -33,12 +33,12 @@ import torch
 from atoll.coordinator.rpc.client import CoordinatorClient, FetchedSnapshot, Joined
 from atoll.coordinator.rpc.client_errors import CoordinatorError, Evicted, NotWelcome
 from atoll.coordinator.run.invite import Invite
-from atoll.coordinator.run.levels import Level
+from atoll.coordinator.run.notice import Report
 from atoll.coordinator.run.phases import OnPhase
 from atoll.coordinator.run.spec import RunSpec
 from atoll.coordinator.service.metrics import PeerMetrics
 from atoll.dht.addresses import is_public, usable
-from atoll.dht.identity import Identity, short
+from atoll.dht.identity import Identity
 from atoll.dht.node import Node
 from atoll.dht.roster import PeerRecord
 from atoll.dht.tasks import KeptTasks
@@ -48,6 +48,7 @@ from atoll.optim.log.replica import Compute
 from atoll.optim.schedules import WindowEnd
 from atoll.optim.state.layout import Layout
 from atoll.optim.state.outer_state import Assembly, OuterState
+from atoll.peer import notices
 from atoll.peer.daemon.background import background_threads
 from atoll.peer.daemon.keeping import KeptBallots, new_incarnation
 from atoll.peer.daemon.loop_thread import LoopThread
@@ -70,10 +71,6 @@ PeerRole = Literal["trainer", "follower", "keeper"]
 
 RECORD_EVERY_S = 5.0  # three misses fit in the 20 s that a record lives
 CONNECT_EVERY_S = 2.0  # also the age of the roster that rounds read (`WatchedRoster`)
-PRIVATE_ANNOUNCED = (
-    "--announce names private addresses alone, and the run is public: peers elsewhere cannot dial "
-    "this one; announce a public address, or leave --announce out to be reached through relays"
-)
 METRICS_S = 1.0  # a heartbeat gathers a status as often, at the most
 LEFT_S = 60.0  # a network process without a trainer ends within 50 s
 NOTED_S = 3.0  # in which a network process notes that its trainer was killed, on a busy machine
@@ -284,7 +281,7 @@ class Peer:
         *,
         admit: Admit,
         make_first: MakeFirst | None = None,
-        on_event: Callable[[Level, str], None],
+        on_event: Report,
         on_phase: OnPhase,
     ) -> AsyncIterator[Peer]:
         """Join and recover, hold rounds while the block runs, then leave.
@@ -413,9 +410,7 @@ def _needs_others(spec: RunSpec) -> bool:
     return spec.round.min_peers > 1 and spec.topology.num_stages == 1
 
 
-async def _own_directory(
-    paths: PeerPaths, invite: Invite, show: Callable[[Level, str], None]
-) -> StateDirectory:
+async def _own_directory(paths: PeerPaths, invite: Invite, show: Report) -> StateDirectory:
     """Lock the state directory; wait for a network process that leaves it.
 
     Raises:
@@ -430,7 +425,7 @@ async def _own_directory(
             if now_s > (left_s if is_left else refused_s):
                 raise
             if is_left and left_s == math.inf:
-                show("info", "this peer was killed, and its network process still leaves the run")
+                show("info", notices.killed_before())
                 left_s = now_s + LEFT_S
             await asyncio.sleep(LEFT_POLL_S)
 
@@ -458,7 +453,7 @@ async def _environment(
     stack: AsyncExitStack,
     options: PeerOptions,
     admit: Admit,
-    on_event: Callable[[Level, str], None],
+    on_event: Report,
     on_phase: OnPhase,
 ) -> tuple[Environment, Joined | None]:
     """Join and start the node; `stack` closes all of it, the last first."""
@@ -482,7 +477,9 @@ async def _environment(
     threads = background_threads(2, "atoll-work")
     stack.callback(threads.shutdown, wait=False, cancel_futures=True)
     # These tasks close last, although they end first: one that hangs keeps nothing else open.
-    tasks = await stack.enter_async_context(KeptTasks(lambda text: announcer.report("error", text)))
+    tasks = await stack.enter_async_context(
+        KeptTasks(lambda why: announcer.report("error", notices.task_restarted(reason=why)))
+    )
     files = stack.enter_context(ExitStack())
     stack.push_async_callback(client.close)
     enrolment, joined = await Enrolment.open(
@@ -523,16 +520,15 @@ async def _environment(
         reach,
         bootstrap,
         relay_mbit_s=options.relay_mbit_s,
-        report=lambda text: announcer.show("info", text),
+        report=partial(announcer.show, "info"),
     )
     tasks.keep(forwarding.keep)
     if not options.announce:
-        announcer.show("info", str(reachability))
+        found = notices.reach_found(str(reachability), reach=reachability.kind)
+        announcer.show("info", found)
     elif any(map(is_public, bootstrap)) and not any(map(is_public, options.announce)):
-        announcer.show("warning", PRIVATE_ANNOUNCED)
-    node.punching.on_hole = lambda peer: announcer.report(
-        "info", f"{short(peer)} and this peer reach each other through a hole in their routers"
-    )
+        announcer.show("warning", notices.private_announced())
+    node.punching.on_hole = lambda peer: announcer.report("info", notices.hole_punched(peer=peer))
     neighbours = Neighbours(
         node,
         me,

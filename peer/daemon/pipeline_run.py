@@ -18,6 +18,7 @@ from atoll.coordinator.run.spec import RunSpec
 from atoll.coordinator.run.text import size
 from atoll.dht.roster import PeerRecord
 from atoll.dht.tasks import together
+from atoll.peer import notices
 from atoll.peer.daemon.background import background_threads
 from atoll.peer.daemon.log_run import LogRun
 from atoll.peer.daemon.loop_thread import LoopThread
@@ -219,7 +220,8 @@ class PipelineRun(LogRun):
         A stage without peers is filled at once: the returns of what is in work may never come, and
         the others hand over to another peer what this one gives up.
         """
-        self._env.report("info", f"moves from {self._env.module} to {target}, which needs it more")
+        moves = notices.stage_moves(from_module=self._env.module, to_module=target)
+        self._env.report("info", moves)
         self.moves = StageMove(module=target, came_from=self._env.module)
         await self.publish()
         if self._carrier is not None and not self._placing.fills_vacant:

@@ -23,7 +23,9 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Literal
 
+from atoll.coordinator.notices import run_complete
 from atoll.coordinator.run.levels import LOGGING, Level
+from atoll.coordinator.run.notice import Notice, Report
 from atoll.coordinator.run.phases import RoundPhase
 from atoll.coordinator.run.spec import RunSpec
 from atoll.coordinator.run.status import TimeUse
@@ -33,6 +35,7 @@ from atoll.optim.methods import MethodError
 from atoll.optim.ranks import RankReducer
 from atoll.optim.ranks.reducer import Led
 from atoll.optim.state.layout import Layout
+from atoll.peer import notices
 from atoll.peer.daemon.beside.owner_side import OwnerSide
 from atoll.peer.daemon.beside.trainer_side import NetworkLine, NetworkProcess, SeatReducer
 from atoll.peer.daemon.consent import Ask, Consent, needs_of
@@ -54,7 +57,6 @@ OK, INTERRUPTED = 0, 128 + signal.SIGINT  # exit codes, as shells have them
 STORED_S = 60.0  # at the end of a run: how long to wait for the coordinator to have it all
 STORED_POLL_S = 0.1  # nobody notices so short a delay of the end
 SAY_STORING_S = 2.0  # usually it is done by then
-STOPPING = "stopping: this peer leaves the run and saves its state; Ctrl-C again ends it at once"
 KEEP_POLL_S = 0.2  # how late a keeper's line about a round is
 SAVE_EVERY_S = 60.0  # a killed process loses its last minute, or window, of inner state
 VALIDATE_SHARE = 0.01  # of the time; trainers take turns, so a run has more of it
@@ -124,7 +126,7 @@ class PeerEvent:
     kind: Literal["event", "phase", "ready", "round", "stopped"]
     """A `round` is one that was decided; `ready` comes when a trainer or keeper begins."""
     position: int
-    text: str
+    text: Notice
     level: Level = "info"
     phase: RoundPhase | None = None
     """The peer's new phase, in a `phase`."""
@@ -245,12 +247,14 @@ def join_and_train(
                     moves, is_over = _way_back(options.peer.moved, network), False
                     if moves is None:
                         if network is not None:
-                            narrator.emit("stopped", f"left the run: {error}", "error")
+                            narrator.emit("stopped", notices.stopped(reason=str(error)), "error")
                         raise
-                    failed = f"cannot serve {moves.came_from}, so this peer returns to"
-                    narrator.tell("warning", f"{failed} {moves.module}: {error}")
+                    returns = notices.stage_returns(
+                        from_module=moves.came_from, to_module=moves.module, reason=str(error)
+                    )
+                    narrator.tell("warning", returns)
             if moves is None or stop.is_set():
-                narrator.emit("stopped", "left the run")
+                narrator.emit("stopped", notices.stopped())
                 return is_over
             # The same peer in another log: it leaves one cleanly, and recovers the other.
             options = replace(options, peer=replace(options.peer, moved=moves))
@@ -272,7 +276,7 @@ def _open(options: RunOptions, narrator: Narrator, stop: Stop, ask: Ask | None) 
         yes=options.yes,
         ask=ask,
         stopping=stop,
-        show=lambda line: narrator.tell("info", line),
+        show=lambda line: narrator.tell("info", notices.run_asks(line)),
     )
     with options.ranks.leading():
         return NetworkProcess(
@@ -326,7 +330,7 @@ def _keep(options: RunOptions, network: NetworkLine, narrator: Narrator, stop: S
         rounds = network.view.course.rounds(spec.run.rounds)
         narrator.tell_round(network, rounds)
         if _is_over(spec, network):
-            narrator.tell("info", f"run complete: all {rounds} rounds committed")
+            narrator.tell("info", run_complete(rounds=rounds))
             wait_until_stored(network.stored_all, STORED_S, stop, narrator.tell)
             return True
     return False
@@ -369,7 +373,10 @@ def _train(options: RunOptions, reducer: SeatReducer, narrator: Narrator, stop: 
         network.on_view = lambda view: stop.set() if view.moves is not None else None
         _open_stage(options, network, spec, trainer, trainer.learner, narrator)
     elif options.serve:
-        narrator.tell("warning", "--serve has no effect: only peers of a pipeline serve texts")
+        unused = notices.option_unused(
+            option="--serve", reason="only peers of a pipeline serve texts"
+        )
+        narrator.tell("warning", unused)
     stop.call(trainer.stop)
     network.show(lambda: view_of(trainer))
     if facts.module:
@@ -377,18 +384,18 @@ def _train(options: RunOptions, reducer: SeatReducer, narrator: Narrator, stop: 
     if run["has_state"]:
         try:
             trainer.load(state_path)
-            narrator.tell("info", "inner optimizer and data position resumed")
+            narrator.tell("info", notices.trainer_resumed())
         except SavedStateError as error:
-            narrator.tell("warning", f"starting with a fresh inner optimizer: {error}")
+            narrator.tell("warning", notices.trainer_fresh(reason=str(error)))
     if stop.is_set() and ranks.size == 1:
         return False
-    for level, text in trainer.remarks():
-        narrator.tell(level, text)
+    for level, notice in trainer.remarks():
+        narrator.tell(level, notice)
     narrator.introduce(network, spec, trainer, options.peer.name)
     trainer.run()
     if trainer.finished and not stop.is_set():
         rounds = trainer.rounds
-        narrator.tell("info", f"run complete: all {rounds} rounds committed")
+        narrator.tell("info", run_complete(rounds=rounds))
         wait_until_stored(network.stored_all, STORED_S, stop, narrator.tell)
     return trainer.finished
 
@@ -419,13 +426,9 @@ def _open_stage(
     try:
         network.ask("serve_texts", told)
     except ModelError as error:  # a stage that cannot trains all the same
-        narrator.tell("warning", f"serves no texts: {error}")
+        narrator.tell("warning", notices.texts_not_served(reason=str(error)))
         return
-    narrator.tell(
-        "info",
-        "serves texts: whoever holds the invite may have this machine continue theirs, for up to "
-        f"{percent(options.serve)} of the time",
-    )
+    narrator.tell("info", notices.texts_served(share=options.serve))
 
 
 def _leave_former(paths: PeerPaths, spec: RunSpec, module: str, narrator: Narrator) -> None:
@@ -436,8 +439,7 @@ def _leave_former(paths: PeerPaths, spec: RunSpec, module: str, narrator: Narrat
     try:
         delete_others(paths, spec.modules, module)
     except OSError as error:
-        text = f"files of a former stage stay until the next start, as {error}"
-        narrator.tell("warning", text)
+        narrator.tell("warning", notices.files_stay(reason=str(error)))
 
 
 def _is_over(spec: RunSpec, network: NetworkLine) -> bool:
@@ -549,47 +551,49 @@ class Narrator:
         self.tell("info", joined_run(spec, trainer.worker.layout, position))
         if isinstance(trainer.learner, StageLearner):
             self.tell("info", serves(spec, facts.module, trainer.learner.model.indices))
-        if position:
-            self.emit("ready", f"{me} trains on {device} after round {position}")
-        else:
-            start = f"{peers} peer{'' if peers == 1 else 's'}"
-            self.emit("ready", f"{me} trains on {device}; the run starts with {start}")
+        ready = notices.ready(me, device=device, round=position, min_peers=peers)
+        self.emit("ready", ready)
 
     def introduce_keeper(self, network: NetworkLine, name: str) -> None:
         """Report that this peer leads and votes, and from now on each round."""
         self._told_round = network.view.position
         me = _named(name, network.facts)
-        self.emit("ready", f"{me} is a keeper: it leads and votes, and does not train")
+        self.emit("ready", notices.keeper_ready(me))
 
     def tell_round(self, network: NetworkLine, rounds: int) -> None:
         """Report a keeper's newest round, if it is new; 0 rounds have no end."""
         position = network.view.position
         if position > self._told_round:
             self._told_round = position
-            self.emit("round", f"round {position}{f'/{rounds}' if rounds else ''}")
+            text = f"round {position}{f'/{rounds}' if rounds else ''}"
+            self.emit("round", notices.round_decided(text))
 
-    def tell(self, level: Level, text: str) -> None:
+    def tell(self, level: Level, notice: Notice) -> None:
         """Log an event and pass it on."""
-        _log.log(LOGGING[level], text)
-        self.emit("event", text, level)
+        _log.log(LOGGING[level], notice)
+        self.emit("event", notice, level)
 
     def on_phase(self, phase: RoundPhase, position: int, *, left: int | None = None) -> None:
         """Pass on a phase."""
+        text = notices.phase_changed(phase)
         self._on_event(
-            PeerEvent(kind="phase", position=position, text=phase, phase=phase, left=left)
+            PeerEvent(kind="phase", position=position, text=text, phase=phase, left=left)
         )
 
     def on_account(self, trainer: Trainer, account: Account) -> None:
         """Report a round that was decided, and the outcome of this peer's work."""
         stats, rounds = trainer.statistics(), trainer.rounds
         used = stats.utilisation if stats.spent.total_s else None  # none before a second window
+        text = (
+            f"round {account.position}{f'/{rounds}' if rounds else ''}  "
+            f"loss {loss_text(stats.loss)}  {stats.tokens_per_s:,.0f} tok/s  "
+            f"util {percent(used, decimals=1)}  {account.verdict}"
+        )
         self._on_event(
             PeerEvent(
                 kind="round",
                 position=account.position,
-                text=f"round {account.position}{f'/{rounds}' if rounds else ''}  "
-                f"loss {loss_text(stats.loss)}  {stats.tokens_per_s:,.0f} tok/s  "
-                f"util {percent(used, decimals=1)}  {account.verdict}",
+                text=notices.round_decided(text),
                 account=account,
                 tokens_per_s=_finite(stats.tokens_per_s),
                 utilisation=used,
@@ -598,42 +602,54 @@ class Narrator:
         )
 
     def emit(
-        self, kind: Literal["event", "ready", "round", "stopped"], text: str, level: Level = "info"
+        self,
+        kind: Literal["event", "ready", "round", "stopped"],
+        notice: Notice,
+        level: Level = "info",
     ) -> None:
         """Pass on an event at the peer's position."""
         position = self._position if self._network is None else self._network.view.position
-        self._on_event(PeerEvent(kind=kind, position=position, text=text, level=level))
+        self._on_event(PeerEvent(kind=kind, position=position, text=notice, level=level))
 
 
 def _named(name: str, facts: RunFacts) -> str:
     return f"{name or 'this peer'} ({short(facts.peer_id)})"
 
 
-def joined_run(spec: RunSpec, layout: Layout, position: int) -> str:
+def joined_run(spec: RunSpec, layout: Layout, position: int) -> Notice:
     """Return what a peer takes part in, and how much of it is left, as one line."""
     left, model, needs = spec.run.rounds - position, spec.model.title, needs_of(spec, layout)
     here = " in this stage" if spec.topology.num_stages > 1 else ""
     rounds = f"{left} of {spec.run.rounds} rounds left" if spec.run.rounds else "rounds without end"
-    return (
+    text = (
         f"run {spec.run.name}: {model} with {count(layout.numel)} parameters{here}, "
         f"{spec.outer.method} of {spec.outer.inner_steps} steps, data {spec.data.source}, "
         f"{rounds}; needs about {size(needs.host_memory(on_gpu=False))} of memory and "
         f"{size(needs.peer_disk)} of disk"
     )
+    return notices.run_joined(
+        text,
+        run=spec.run.name,
+        params=layout.numel,
+        method=spec.outer.method,
+        rounds_left=left if spec.run.rounds else None,
+        memory_bytes=needs.host_memory(on_gpu=False),
+        disk_bytes=needs.peer_disk,
+    )
 
 
-def serves(spec: RunSpec, module: str, slices: range) -> str:
+def serves(spec: RunSpec, module: str, slices: range) -> Notice:
     """Return which stage of a pipeline a peer serves, and the indices of its slices."""
-    first, last = slices[0], slices[-1]
-    which = f"slice {first}" if first == last else f"slices {first} to {last}"
-    return f"serves {module} of {spec.topology.num_stages}: {which}"
+    return notices.stage_serves(
+        module=module, stages=spec.topology.num_stages, first=slices[0], last=slices[-1]
+    )
 
 
 def wait_until_stored(
     stored_all: Callable[[], bool],
     timeout_s: float,
     stopping: threading.Event,
-    tell: Callable[[Level, str], None],
+    tell: Report,
 ) -> bool:
     """Wait until the coordinator has all that a peer has to give it; return whether it has.
 
@@ -647,11 +663,11 @@ def wait_until_stored(
     while not stored_all():
         waited_s = time.monotonic() - began_s
         if waited_s > timeout_s:
-            tell("warning", "the coordinator has not stored the last rounds; they are kept here")
+            tell("warning", notices.coordinator_not_stored())
             return False
         if waited_s > SAY_STORING_S and not is_told:
             is_told = True
-            tell("info", f"waiting up to {timeout_s:g} s for the coordinator to store all rounds")
+            tell("info", notices.coordinator_storing(timeout_s=timeout_s))
         if stopping.wait(STORED_POLL_S):
             return False
     return True
@@ -706,7 +722,7 @@ def saying_that_it_stops(stop: Stop, on_event: OnPeerEvent) -> Iterator[None]:
     def say() -> None:
         woken.wait()
         if not is_left.is_set():
-            on_event(PeerEvent(kind="event", position=0, text=STOPPING))
+            on_event(PeerEvent(kind="event", position=0, text=notices.stopping()))
 
     teller = threading.Thread(target=say, name="atoll-stop", daemon=True)
     teller.start()

@@ -58,6 +58,7 @@ from atoll.optim.schedules import Timetable
 from atoll.optim.state import vectors
 from atoll.optim.state.layout import Fragment, Layout, LayoutError
 from atoll.optim.state.outer_state import OuterState
+from atoll.peer import notices
 from atoll.peer.daemon.background import background_threads
 from atoll.peer.daemon.loop_thread import LoopThread
 from atoll.peer.daemon.views import TrainerView
@@ -497,7 +498,7 @@ class NetworkReducer(RunReducer):
             weight = self.weight_of(fragment, contribution.tokens, steps)
         number = self.progress.count(contribution)
         if fragment in self._joining and weight == 0.0:
-            self._ctx.on_event("info", "joined: the first window counts with weight 0")
+            self._ctx.on_event("info", notices.first_window())
         self._joining.discard(fragment)
         encoding = self._encoder.submit(self._encode, contribution, weight, number, self._codec)
         self._offers[fragment] = Offered(
@@ -763,7 +764,7 @@ class NetworkReducer(RunReducer):
         if before is not None and not begins_with(self._held, split(before, done)[1]):
             self._reset(_leap_to(decided, why="its units of the run's rows were given to others"))
         elif before and not self._held:
-            self._ctx.on_event("info", "no unit of the run's rows is free: waiting for the others")
+            self._ctx.on_event("info", notices.no_rows_free())
 
     def _settle_later(
         self, decided: Settled, offered: Offered | None, included: Tensor | None
@@ -810,7 +811,7 @@ class NetworkReducer(RunReducer):
 
     def _reset(self, leap: Reset) -> None:
         state = leap.state
-        self._ctx.on_event("warning", f"dropped this peer's open work: {leap.why}")
+        self._ctx.on_event("warning", notices.work_dropped(reason=leap.why))
         self.await_residuals()  # the encoder may still be at work on them
         for residual in self._residuals:
             residual.reset()

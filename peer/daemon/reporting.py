@@ -30,6 +30,7 @@ from atoll.coordinator.rpc.client_errors import (
     NotWelcome,
 )
 from atoll.coordinator.run.levels import Level
+from atoll.coordinator.run.notice import Notice, Report
 from atoll.coordinator.run.outcome import ABSENCES, Outcome
 from atoll.coordinator.run.phases import AT_REST, RoundPhase, RoundStage
 from atoll.coordinator.run.status import (
@@ -62,7 +63,6 @@ if TYPE_CHECKING:
 
 MAX_KEPT = 128  # events, and accounts of rounds, while the coordinator is away
 MAX_SENT = 32  # of each in one heartbeat: the coordinator refuses more (`MAX_REPORTS`)
-MAX_TEXT = 1000  # characters: a longer event would be refused, and its heartbeat with it
 KEPT_KEYS = 256  # keys of events that repeat; a round has some tens of them
 QUIET_S = 60.0  # after which an event is news again; waits pause for at most a quarter of it
 
@@ -86,9 +86,9 @@ class Outbox:
         self.evidence: deque[bytes] = deque(maxlen=MAX_KEPT)
         """records against peers, one a heartbeat; they are kept in the log too"""
 
-    def note(self, level: Level, text: str, at_s: float) -> None:
+    def note(self, level: Level, notice: Notice, at_s: float) -> None:
         """Keep an event for the coordinator."""
-        self.events.append(Event(at=max(0.0, at_s), level=level, text=text[:MAX_TEXT]))
+        self.events.append(Event.of(notice, level, at=max(0.0, at_s)))
 
     def take(self) -> tuple[list[Event], list[RoundReport]]:
         """Remove and return what one heartbeat carries."""
@@ -105,9 +105,7 @@ class Outbox:
 class Announcer:
     """Shows events on this machine and keeps them for the coordinator; safe in any thread."""
 
-    def __init__(
-        self, on_event: Callable[[Level, str], None], outbox: Outbox, now_s: Callable[[], float]
-    ) -> None:
+    def __init__(self, on_event: Report, outbox: Outbox, now_s: Callable[[], float]) -> None:
         """Stamp events with `now_s`, the run's clock."""
         self._on_event = on_event
         self._outbox = outbox
@@ -115,24 +113,24 @@ class Announcer:
         self._repeats = Repeats()
         self._lock = threading.Lock()  # the loop and the trainer both report
 
-    def report(self, level: Level, text: str, *, key: Hashable | None = None) -> None:
+    def report(self, level: Level, notice: Notice, *, key: Hashable | None = None) -> None:
         """Report an event, here and to the coordinator; see `OnEvent`."""
-        shown = self._throttled(level, text, key)
+        shown = self._throttled(level, notice, key)
         if shown is not None:
             self._outbox.note(level, shown, self._now_s())
             self._on_event(level, shown)
 
-    def show(self, level: Level, text: str, *, key: Hashable | None = None) -> None:
+    def show(self, level: Level, notice: Notice, *, key: Hashable | None = None) -> None:
         """Report an event here only."""
-        shown = self._throttled(level, text, key)
+        shown = self._throttled(level, notice, key)
         if shown is not None:
             self._on_event(level, shown)
 
-    def _throttled(self, level: Level, text: str, key: Hashable | None) -> str | None:
+    def _throttled(self, level: Level, notice: Notice, key: Hashable | None) -> Notice | None:
         if level == "info":
-            return text
+            return notice
         with self._lock:
-            return self._repeats.shown(text, time.monotonic(), key=key)
+            return self._repeats.shown(notice, time.monotonic(), key=key)
 
 
 class Repeats:
@@ -142,15 +140,15 @@ class Repeats:
         self._said: OrderedDict[Hashable, tuple[int, float]] = OrderedDict()
         """By key: the count and the time of the last one; the latest key is at the end."""
 
-    def shown(self, text: str, now_s: float, *, key: Hashable | None = None) -> str | None:
-        """Return the text to report, with its count if it repeats; None to leave it out.
+    def shown(self, notice: Notice, now_s: float, *, key: Hashable | None = None) -> Notice | None:
+        """Return the event to report, with its count if it repeats; None to leave it out.
 
         Args:
-            text: of the event.
+            notice: the event.
             now_s: on any steady clock.
             key: equal for events that repeat one another; by default the text.
         """
-        key = text if key is None else key
+        key = notice if key is None else key
         times, last_s = self._said.pop(key, (0, now_s))
         times = 1 if now_s - last_s > QUIET_S else times + 1
         self._said[key] = times, now_s
@@ -158,7 +156,7 @@ class Repeats:
             self._said.popitem(last=False)
         if times & (times - 1):  # not a power of two
             return None
-        return text if times == 1 else f"{text} (reported {times} times)"
+        return Notice.of(notice).repeated(times)
 
 
 @dataclass(frozen=True, kw_only=True)

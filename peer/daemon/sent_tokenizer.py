@@ -12,8 +12,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 from atoll.coordinator.rpc.client_errors import CoordinatorError
+from atoll.coordinator.run.notice import Notice
 from atoll.coordinator.run.spec import RunSpec
-from atoll.coordinator.run.text import size
+from atoll.peer import notices
 from atoll.peer.daemon.membership import FetchTokenizer
 from atoll.peer.errors import DataError
 from atoll.peer.training.data.tokenizer_trial import TrialFailed, try_tokenizer
@@ -26,7 +27,7 @@ async def keep_tokenizer(
     fetch: FetchTokenizer | None,
     kept: Path,
     *,
-    show: Callable[[str], None] = lambda line: None,
+    show: Callable[[Notice], None] = lambda notice: None,
     remedy: str = REMEDY,
 ) -> None:
     """Fetch the run's tokenizer, unless it is here; keep it once a trial has parsed it.
@@ -35,7 +36,7 @@ async def keep_tokenizer(
         spec: of a run whose tokenizer travels with it.
         fetch: gets it from the coordinator; None without one.
         kept: where it belongs on this machine.
-        show: takes a line for the owner.
+        show: takes an event for the owner.
         remedy: what the owner can do if it does not arrive.
 
     Raises:
@@ -61,4 +62,4 @@ async def keep_tokenizer(
     partial = kept.with_suffix(".new")
     partial.write_bytes(raw)
     partial.replace(kept)
-    show(f"tokenizer received, {size(length)}")
+    show(notices.tokenizer_received(bytes=length))

@@ -15,6 +15,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
+from atoll.coordinator.run.notice import Notice
+from atoll.peer import notices
+
 LOOK_S = 5.0  # how late a shift begins or ends; a look costs next to nothing
 
 
@@ -35,7 +38,7 @@ class Shifts:
     """The rules of an owner, and what tells of them."""
 
     rules: Sequence[Rule]
-    tell: Callable[[str], None]
+    tell: Callable[[Notice], None]
 
     def await_next(self, stopped: threading.Event) -> bool:
         """Wait until all rules allow to train; return False if `stopped` is set before."""
@@ -45,7 +48,7 @@ class Shifts:
             if not why:
                 return True
             if why != told:
-                self.tell(f"not training: {why}")
+                self.tell(notices.resting(reason=why))
                 told = why
             stopped.wait(LOOK_S)
         return False
@@ -66,7 +69,7 @@ class Shifts:
             while not left.wait(LOOK_S):
                 if why := self.why_not(is_training=True):
                     closed.set()
-                    self.tell(f"leaving the run for now: {why}")
+                    self.tell(notices.pausing(reason=why))
                     end()
                     return
 

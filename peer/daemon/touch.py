@@ -6,6 +6,7 @@ from importlib.metadata import version
 
 from atoll.coordinator.rpc.client_errors import CoordinatorError, CoordinatorUnreachable
 from atoll.coordinator.run.releases import is_newer
+from atoll.peer import notices
 from atoll.peer.rounds.context import OnEvent
 
 
@@ -30,23 +31,17 @@ class Touch:
     def answered(self, release: str) -> None:
         """Note an answer of a coordinator of that version, which may be empty."""
         if not self.in_touch:
-            self._report("info", "in touch with the coordinator again")
+            self._report("info", notices.coordinator_back())
         self.in_touch = True
         self._reported.clear()
         ours = version("atoll")
         if release != self._release and is_newer(release, ours):
             self._release = release
-            self._report(
-                "info",
-                f"there is a newer version: the coordinator runs Atoll {release}, this peer "
-                f"{ours}. They work together; install that version when it suits you",
-            )
+            self._report("info", notices.newer_release(theirs=release, ours=ours))
 
     def failed(self, error: CoordinatorError) -> None:
         """Note a call that failed."""
         self.in_touch = False
         if type(error) not in self._reported:
             self._reported.add(type(error))
-            self._report(
-                "warning", f"out of touch with the coordinator, training continues: {error}"
-            )
+            self._report("warning", notices.coordinator_lost(reason=str(error)))

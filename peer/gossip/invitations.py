@@ -11,7 +11,6 @@ from collections import deque
 from typing import NoReturn
 
 from atoll.coordinator.run.phases import RoundPhase
-from atoll.dht.identity import short
 from atoll.dht.refusals import RefusalCode
 from atoll.dht.transport import DeadlineExceeded, Refused, Stream, TransportError
 from atoll.optim.inprocess.gossip import Met
@@ -20,6 +19,7 @@ from atoll.peer.gossip.meeting import BROKEN, InDoubt, Meeting, check_weight
 from atoll.peer.gossip.messages import AHEAD, ALIVE, PROTOCOL, TERMS, Ahead, Terms, tagged
 from atoll.peer.gossip.peer import GossipPeer, GossipRound
 from atoll.peer.gossip.policies import Invited, Verdict, answer
+from atoll.peer.rounds import notices
 
 ANSWERED_STALLS = 2.0  # stall times for the first answer of a peer that may have to be dialed
 LOOK_S = 1.0  # between checks of a partner that should send an invitation
@@ -239,8 +239,4 @@ class Invitee:
         # The mass may have been handed over. Without it, nothing is counted twice.
         self._peer.mass = 0.0
         number = self._peer.position + 1
-        self._ctx.on_event(
-            "warning",
-            f"{short(partner)} is gone, so it is unknown whether round {number} was committed; "
-            "this peer's weights count again after its next exchange",
-        )
+        self._ctx.on_event("warning", notices.exchange_unknown(round=number, peer=partner))

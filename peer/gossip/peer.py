@@ -10,7 +10,6 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from atoll.coordinator.run.phases import OnPhase, RoundPhase
-from atoll.dht.identity import short
 from atoll.dht.refusals import RefusalCode
 from atoll.dht.tasks import together
 from atoll.dht.transport import Refused, TransportError
@@ -21,6 +20,7 @@ from atoll.peer.gossip.context import GossipContext
 from atoll.peer.gossip.meeting import GossipWindow, MeetingTimes, OwnSide, PartnerAhead
 from atoll.peer.gossip.messages import PROTOCOL, GossipHead, MeetingOutcome, Question, Terms
 from atoll.peer.gossip.policies import REFUSALS, Draw, brought_level
+from atoll.peer.rounds import notices
 from atoll.peer.rounds.conduct import Fault, guarded_call
 from atoll.peer.rounds.context import RoundTrace
 
@@ -245,10 +245,8 @@ class GossipPeer:
             return  # never met: declining and absence are ordinary, and the trace has the reason
         if not is_away:
             self.ctx.fault(partner, Fault.BAD_MESSAGE)
-        self.ctx.on_event(
-            "warning",
-            f"round {self.position + 1}: the exchange with {short(partner)} failed: {error}",
-        )
+        failed = notices.exchange_failed(round=self.position + 1, peer=partner, reason=str(error))
+        self.ctx.on_event("warning", failed)
 
     async def serve_head(self, remote: str, body: bytes) -> bytes:
         """Answer the call `gossip-head`."""

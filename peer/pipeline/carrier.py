@@ -14,8 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from atoll.coordinator.run.levels import Level
-from atoll.dht.identity import short
+from atoll.coordinator.run.notice import Report
 from atoll.dht.refusals import RefusalCode
 from atoll.dht.roster import PeerRecord
 from atoll.dht.tasks import KeptTasks, together
@@ -28,6 +27,7 @@ from atoll.dht.transport import (
 )
 from atoll.optim.log.entry import MalformedRecord
 from atoll.optim.log.replica import Compute
+from atoll.peer import notices
 from atoll.peer.pipeline.actions import (
     Action,
     AnswerPass,
@@ -94,7 +94,7 @@ class Carrier:
         compute: Compute,
         turn: Turn,
         ended: Ended | None = None,
-        on_event: Callable[[Level, str], None] = lambda level, text: None,
+        on_event: Report = lambda level, text: None,
     ) -> None:
         """Serve passes from now on.
 
@@ -190,8 +190,8 @@ class Carrier:
         if about.peer in self._complained or len(self._complained) >= MAX_COMPLAINTS:
             return
         self._complained.add(about.peer)
-        of = f" (a microbatch of {short(about.origin)})" if about.origin else ""
-        self._on_event("warning", f"{short(about.peer)} {about.text}{of}")
+        unusable = notices.unusable(peer=about.peer, reason=about.text, origin=about.origin or None)
+        self._on_event("warning", unusable)
 
     def _now(self) -> float:
         return self._loop.time()

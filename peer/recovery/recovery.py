@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
 
-from atoll.coordinator.run.levels import Level
+from atoll.coordinator.run.notice import Report
 from atoll.dht.tasks import Tasks, end, together
 from atoll.optim.log.entry import (
     ChainMismatch,
@@ -48,6 +48,7 @@ from atoll.optim.state.outer_state import (
     StateError,
     snapshot_bytes,
 )
+from atoll.peer import notices
 from atoll.peer.recovery.sources import FETCH_ERRORS, Donor, LastSource, Source, Sources
 from atoll.peer.rounds.fetching import MAX_SPAN
 from atoll.peer.rounds.messages import Head
@@ -87,7 +88,7 @@ class Recovery:
         *,
         genesis: Callable[[], Awaitable[OuterState]],
         stall_s: float,
-        on_event: Callable[[Level, str], None],
+        on_event: Report,
         on_progress: Callable[[str, int], None],
         on_taken: OnTaken = lambda position: None,
         fallback: LastSource | None = None,
@@ -154,11 +155,10 @@ class Recovery:
 
     def _report_rewound(self, before: int) -> None:
         replica = self._replica
-        self._on_event(
-            "warning",
-            f"epoch {replica.epoch} begins at position {replica.position}: "
-            f"{before - replica.position} entries beyond it are void",
+        rewound = notices.rewound(
+            epoch=replica.epoch, position=replica.position, entries=before - replica.position
         )
+        self._on_event("warning", rewound)
 
     def _is_published(self, ahead: Sequence[Donor]) -> bool:
         """Return whether peers publish to this ledger what it lacks, each entry with its body."""
@@ -200,7 +200,8 @@ class Recovery:
                 return await self._restore(donors, used)
             except FETCH_ERRORS as error:
                 self._let_rest(donors[0])
-                self._on_event("warning", f"recovery from {donors[0].name}: {error}")
+                failed = notices.donor_failed(donor=donors[0].name, reason=str(error))
+                self._on_event("warning", failed)
         raise NoDonor(f"no valid entries from {len(ahead)} donors")
 
     # donors
@@ -335,7 +336,8 @@ class Recovery:
         return bool(claims)
 
     def _on_failure(self, entry: Entry, donor: Donor, error: Exception) -> None:
-        self._on_event("warning", f"entry {entry.position} of {donor.name}: {error}")
+        failed = notices.entry_failed(entry=entry.position, donor=donor.name, reason=str(error))
+        self._on_event("warning", failed)
 
     def _replay_is_cheaper(self, head: Head) -> bool:
         """Return whether the missing entries are few, or fewer bytes than by a snapshot."""
@@ -565,7 +567,10 @@ class Recovery:
                     self._on_progress("snapshot", len(assembly.missing))
             except FETCH_ERRORS as error:
                 queue += _ranges([i for i in indices if i in assembly.missing])
-                self._on_event("warning", f"snapshot {position} of {source.name}: {error}")
+                failed = notices.snapshot_failed(
+                    snapshot=position, donor=source.name, reason=str(error)
+                )
+                self._on_event("warning", failed)
                 return False
         return True
 

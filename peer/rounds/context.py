@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple, Protocol
 
 from atoll.coordinator.run.levels import Level
-from atoll.dht.identity import short
+from atoll.coordinator.run.notice import Notice
 from atoll.dht.refusals import RefusalCode
 from atoll.dht.roster import PeerRecord, RecordError, Roster, RosterError
 from atoll.dht.transport import Refused, Transport, TransportError
@@ -30,6 +30,8 @@ from atoll.optim.log.replica import Compute, LiveReplica, Replay
 from atoll.optim.reduction.cells import Bytes
 from atoll.optim.reduction.robust import Rule, rule_of
 from atoll.optim.state.updates import Update
+from atoll.peer.notices import roster_unread
+from atoll.peer.rounds import notices
 from atoll.peer.rounds.conduct import Conduct, Fault
 from atoll.peer.rounds.messages import (
     Closed,
@@ -84,8 +86,8 @@ Scalars = Callable[[int], tuple[float, float]]
 class OnEvent(Protocol):
     """Takes an event for the operator."""
 
-    def __call__(self, level: Level, text: str, *, key: Hashable | None = None) -> None:
-        """Report `text`; warnings with equal keys (by default: equal texts) are throttled."""
+    def __call__(self, level: Level, notice: Notice, /, *, key: Hashable | None = None) -> None:
+        """Report it; warnings with equal keys (by default: equal texts) are throttled."""
 
 
 def failure_key(error: Exception) -> Hashable:
@@ -127,7 +129,7 @@ class PeerContext:
         try:
             self._seen = await self.roster.peers()
         except (RosterError, TransportError, TimeoutError, OSError) as error:
-            self.on_event("warning", f"cannot read the roster: {error}; using the last one")
+            self.on_event("warning", roster_unread(reason=str(error)))
         self._seen_until = self.now() + len(self._seen) / RECORDS_PER_S
         return self._seen
 
@@ -150,7 +152,7 @@ class PeerContext:
         """Note that a peer broke a rule; report it if that bans the peer."""
         barred = self.conduct.fault(peer, why, self.now())
         if barred is not None:
-            self.on_event("error", f"{short(peer)} is {barred}")
+            self.on_event("error", notices.of_barred(peer, barred))
 
     def expect_unbarred(self, peer: str) -> None:
         """Raise Refused for a peer that is barred, for good or for a while."""
@@ -439,7 +441,7 @@ class Context(PeerContext):
         try:
             self.evidence.restore(kept, self.replica.run_id, self.verify)
         except LogError as error:
-            self.on_event("error", f"stored evidence is damaged and was ignored: {error}")
+            self.on_event("error", notices.evidence_damaged(reason=str(error)))
         for evidence in self.evidence:
             self.conduct.bar_for_good(evidence.peer_id, Fault.EQUIVOCATION)
             self.on_evidence(evidence.encode())
@@ -449,27 +451,21 @@ class Context(PeerContext):
         peer = evidence.peer_id
         if peer == self.me.peer_id:
             # Two processes with one key: others bar both, and only a new key helps.
-            self.on_event("error", "this peer's key signed two entries; stop its other process")
+            self.on_event("error", notices.own_key_twice())
             return
         if not self.evidence.add(evidence):
             return
         self.replica.store.put_note(EVIDENCE, self.evidence.encode())
         self.conduct.bar_for_good(peer, Fault.EQUIVOCATION)
-        self.on_event(
-            "error",
-            f"round {evidence.position + 1}: {short(peer)} signed two {evidence.kind}s and is "
-            "banned permanently",
-        )
+        signed = notices.signed_two(round=evidence.position + 1, peer=peer, kind=evidence.kind)
+        self.on_event("error", signed)
         self.on_evidence(evidence.encode())
         self.spread(evidence)
 
     def note_idle_owner(self, peer: str) -> None:
         """Note an owner that is there and did not finish its parts of a group in time."""
         if self.lags.fault(peer, Fault.NO_PROGRESS, self.now()) is not None:
-            self.on_event(
-                "warning",
-                f"giving {short(peer)} no parts for a while: it did not finish them in time before",
-            )
+            self.on_event("warning", notices.gives_no_parts(peer=peer))
 
     def note_term(self, entry: Entry, term: int, ready_at: float | None) -> None:
         """Note which leaders failed at a position that was decided at a term.
@@ -515,27 +511,16 @@ class Context(PeerContext):
         # A leader that has not taken a report sends no keepalives, and the session ends in a stall.
         was_taken = not reported.has_ended and ago_s > self.settings.stall_s
         if not reported.has_ended:
-            self.on_event(
-                "warning",
-                f"round {entry.position + 1}: {short(leader)} left this peer out, which had "
-                f"reported to it {ago_s:.1f} s before",
-            )
+            omitted = notices.omitted(round=entry.position + 1, peer=leader, reported_s=ago_s)
+            self.on_event("warning", omitted)
         if self.omissions.omitted(leader, was_taken=was_taken):
             self.failed.leave(leader, entry.position)
-            self.on_event(
-                "warning",
-                f"reporting to {short(leader)} no longer for a while: it leads rounds without this "
-                "peer, and others include it",
-            )
+            self.on_event("warning", notices.reports_no_longer(peer=leader))
 
     def note_usurper(self, leader: str, position: int) -> None:
         """Note that a leader ended a term that this peer led, and that had time left."""
         if self.usurpers.took(leader, position):
-            self.on_event(
-                "warning",
-                f"promising {short(leader)} only terms whose turn has come, for a while: it ended "
-                "terms that this peer led",
-            )
+            self.on_event("warning", notices.usurper(peer=leader))
 
     def _leader_of(self, entry: Entry, term: int) -> str:
         electorate = self.replica.electorate_at(entry.position)

@@ -37,6 +37,7 @@ from atoll.optim.log.evidence import Evidence, double_votes
 from atoll.optim.log.replica import Applied
 from atoll.optim.reduction.cells import Bytes
 from atoll.optim.state.updates import Update
+from atoll.peer.rounds import notices
 from atoll.peer.rounds.allreduce.eager import EagerCodes, EagerSlot, furthest_upfront, not_upfront
 from atoll.peer.rounds.allreduce.exchange import Exchange, HeldStream, check_upfront
 from atoll.peer.rounds.conduct import guarded_call, guarded_stream
@@ -402,11 +403,10 @@ class Rounds:
         """Report that this peer was left out, and that it loses nothing."""
         if entry.kind == "update" and not (included and all(included)):
             counted = sum(included) if included else 0
-            self._ctx.on_event(
-                "warning",
-                f"round {entry.position + 1}: {counted} of {entry.num_cells} chunks of "
-                "this peer count; the rest stays in its next contribution",
+            left_out = notices.left_out(
+                round=entry.position + 1, counted=counted, chunks=entry.num_cells
             )
+            self._ctx.on_event("warning", left_out)
 
     # answering
 
@@ -537,11 +537,7 @@ class Rounds:
         electorate = self._ctx.replica.core.electorate_at(name.position)
         check_certificate(name, certificate, electorate, self._ctx.verify, self._ctx.replica.trust)
         entry, other = [await parsed(self._ctx.compute, r) for r in (record, known.entry)]
-        self._ctx.on_event(
-            "error",
-            f"round {entry.position + 1}: two certified entries: the log has forked; only a new "
-            "epoch can rejoin it",
-        )
+        self._ctx.on_event("error", notices.forked(round=entry.position + 1))
         if not known.certificate:  # it was damaged on the disk
             return
         other_certificate = Certificate.decode(known.certificate)

@@ -30,6 +30,7 @@ from atoll.optim.log.mending import checked_body
 from atoll.optim.log.store import Damaged, NotStored, SnapshotFile, StoreCorrupt
 from atoll.optim.reduction.cells import Bytes
 from atoll.optim.state.outer_state import DIGEST_BYTES, LEAF_BYTES
+from atoll.peer.notices import disk_damaged
 from atoll.peer.rounds.conduct import guarded_stream
 from atoll.peer.rounds.context import Context, RoundSettings
 from atoll.peer.rounds.messages import (
@@ -379,7 +380,7 @@ class Archive:
                 await out.send_pieces(chunk)
         except NotStored as error:
             if isinstance(error, Damaged):
-                self._ctx.on_event("warning", f"{error}; check the disk of this machine")
+                self._ctx.on_event("warning", disk_damaged(reason=str(error)))
             raise refuse_missing(what) from None
 
     async def _serve_digests(self, remote: str, stream: Stream) -> None:

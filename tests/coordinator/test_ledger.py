@@ -1,20 +1,22 @@
 """What peers contributed up to a round, from marks and the rounds after them."""
 
 from contextlib import closing
+from dataclasses import replace
 
 import pytest
 
 from atoll.coordinator.history import History
 from atoll.coordinator.ledger import MARK_EVERY, Ledger, LedgerSums
+from atoll.coordinator.rounds import RoundHistory
 from atoll.coordinator.run.status import RoundSummary
 from atoll.optim.log.entry import Elector, Entry, Member, Part, Partial
 
 RUN = bytes(32)
 
 
-def member(name, *, tokens=100, loss=2.0):
+def member(name, *, tokens=100, loss=2.0, weight=1.0):
     return Member(
-        peer_id=name, incarnation="0" * 32, weight=1.0, clip=1.0, norm=1.0,
+        peer_id=name, incarnation="0" * 32, weight=weight, clip=1.0, norm=1.0,
         tokens=tokens, steps=1, loss=loss,
     )  # fmt: skip
 
@@ -139,3 +141,15 @@ def test_the_bytes_of_a_liar_stay_within_their_range():
     sums = LedgerSums().after([row, RoundSummary(position=2, at=0.0, peer_bytes={"a": 9})], [], 2)
     assert sums.peers[0].wire_bytes == 2**63 - 1
     sums.to_json()
+
+
+def test_a_window_of_weight_0_has_no_tokens_in_the_round_nor_in_the_sums(history):
+    first = entry(0, ["a", "b"])
+    joined = first.model_copy(update={"members": (member("a"), member("b", weight=0.0))})
+    rounds = RoundHistory(history, None)
+    rounds.add(joined, 1.0, left_out=[], valid_loss=None)
+    assert history.rounds(1)[0].tokens == rounds.tokens_total == 100
+    sums = Ledger(history, Log([joined])).at(1)
+    assert [(peer.peer_id, peer.tokens) for peer in sums.peers] == [("a", 100)]
+    history.put_round(replace(history.rounds(1)[0], tokens=200))  # as earlier versions counted
+    assert Ledger(history, Log([joined])).at(1).tokens == 100

@@ -37,12 +37,14 @@ from torch import Tensor
 
 from atoll.coordinator.run.invite import Invite
 from atoll.coordinator.run.levels import Level
+from atoll.coordinator.run.notice import Notice
 from atoll.coordinator.run.phases import RoundPhase
 from atoll.coordinator.run.spec import RunSpec
 from atoll.optim.ranks.residuals import RemoteResidual, Settlement
 from atoll.optim.reducer import Commit, Contribution
 from atoll.optim.state.layout import Difference, Layout
 from atoll.optim.state.outer_state import OuterState
+from atoll.peer import notices
 from atoll.peer.daemon.beside.channel import Channel, ChannelClosed
 from atoll.peer.daemon.beside.segments import use_for_vectors
 from atoll.peer.daemon.joining import open_peer
@@ -310,7 +312,7 @@ class NetworkSide:
                 spec,
                 fetch_tokenizer,
                 paths.tokenizer,
-                show=lambda line: self._on_event("info", line),
+                show=partial(self._on_event, "info"),
             )
             await asyncio.wrap_future(self._ask_owner("expect_tokenizer"))
 
@@ -331,10 +333,11 @@ class NetworkSide:
         self._channel.send("request", number, name, *values)
         return future
 
-    def _on_event(self, level: Level, text: str) -> None:
+    def _on_event(self, level: Level, notice: Notice) -> None:
         self._show()  # first, as what is told is of the position that was reached
         with suppress(ChannelClosed):
-            self._channel.send("event", level, text)
+            told = Notice.of(notice)
+            self._channel.send("event", level, str(told), told.code, told.fields)
 
     def _on_phase(self, phase: RoundPhase, position: int, *, left: int | None = None) -> None:
         with suppress(ChannelClosed):
@@ -363,7 +366,7 @@ class NetworkSide:
         try:
             torch.zeros(1, device=device)
         except RuntimeError as error:  # it serves one process alone, or is full
-            self._on_event("info", f"the CPU encodes, as the GPU takes no second process: {error}")
+            self._on_event("info", notices.cpu_encodes(reason=str(error)))
             return
         self.reducer.encode_on(torch.device(device))
 

@@ -34,7 +34,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from atoll.coordinator.run.levels import Level
+from atoll.coordinator.run.notice import Notice, Report
 from atoll.coordinator.run.phases import OnPhase, RoundPhase
 from atoll.coordinator.run.spec import RunSpec
 from atoll.optim.ranks.residuals import Settlement
@@ -79,7 +79,7 @@ class NetworkLine:
         self,
         connection: socket.socket,
         *,
-        on_event: Callable[[Level, str], None],
+        on_event: Report,
         on_phase: OnPhase = lambda phase, position, left=None: None,
         stopping: threading.Event,
     ) -> None:
@@ -241,7 +241,8 @@ class NetworkLine:
             number, result, failure, news = values
             self._waiting.pop(number).set_result(Answer(result, failure, News(**news)))
         elif kind == "event":
-            self._on_event(*values)
+            level, *told = values
+            self._on_event(level, Notice(*told))
         elif kind == "phase":
             phase, position, left = values
             self._on_phase(RoundPhase(phase), position, left=left)
@@ -287,7 +288,7 @@ class NetworkProcess(NetworkLine):
         self,
         options: PeerOptions,
         *,
-        on_event: Callable[[Level, str], None],
+        on_event: Report,
         on_phase: OnPhase = lambda phase, position, left=None: None,
         stopping: threading.Event,
         owner: OwnerSide | None = None,

@@ -16,7 +16,8 @@ from atoll.coordinator.rpc.client import CoordinatorClient, Joined
 from atoll.coordinator.rpc.client_errors import CoordinatorError
 from atoll.coordinator.run.addresses import split_address
 from atoll.coordinator.run.invite import Invite
-from atoll.coordinator.run.status import CANNOT_REACH, RunStatus
+from atoll.coordinator.run.notice import CANNOT_REACH
+from atoll.coordinator.run.status import RunStatus
 from atoll.coordinator.run.text import clean, size
 from atoll.dht.addresses import peer_of, relay_of
 from atoll.dht.identity import Identity, short

@@ -15,18 +15,17 @@ from collections.abc import Awaitable, Callable, Collection
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-from atoll.coordinator.run.levels import Level
-from atoll.coordinator.run.status import CANNOT_REACH, MAX_UNREACHED
-from atoll.dht.identity import short
+from atoll.coordinator.run.notice import Report
+from atoll.coordinator.run.status import MAX_UNREACHED
 from atoll.dht.tasks import together
 from atoll.dht.transport import PING, Refused, Transport, TransportError
+from atoll.peer import notices
 
 LOOK_EVERY_S = 2.0  # two looks within `ALONE_S`
 ALONE_S = 5.0  # without anybody: one call may fail, and the first look at the roster is empty
 ASK_S = 7.0  # libp2p does not dial again for 5 s after a failure
 ASKED_AT_ONCE = 8  # of those that are due: bounds the calls of a large run
 AGAIN_S = 10.0  # after an answer; longer in a run in which more than `ASKED_AT_ONCE` are asked
-RESUMES = "another trainer is online; training resumes"
 APART_S = 15.0  # of failures, before a pair is reported: a peer that was killed is gone by then
 
 
@@ -49,7 +48,7 @@ class Company:
     ask: Ask
     needs_others: bool
     """whether the run asks for more than one trainer"""
-    show: Callable[[Level, str], None]
+    show: Report
     """takes what the owner of this peer should know"""
     clock: Callable[[], float] = time.monotonic
     reaches_nobody: bool = False
@@ -132,7 +131,7 @@ class Company:
         self.unreached = tuple(apart[:MAX_UNREACHED])
         for peer in self.unreached:
             if peer not in before:
-                self.show("warning", f"this peer and {short(peer)} {CANNOT_REACH}")
+                self.show("warning", notices.apart(peer=peer))
         is_nobody_here = len(failing) >= len(trainers)
         self._note_nobody(is_now=is_nobody_here, trainers=len(trainers), have_left=have_left)
 
@@ -144,9 +143,8 @@ class Company:
         else:
             self._nobody_since_s, self.reaches_nobody, self._is_in_doubt = None, False, False
         if self.needs_others and self.reaches_nobody != reached_nobody:
-            whom = "reaches no other trainer" if trainers else "is the only trainer here"
-            told = f"waiting for peers: this peer {whom}; training resumes with another"
-            self.show("info", told if self.reaches_nobody else RESUMES)
+            alone = notices.alone(trainers=trainers)
+            self.show("info", alone if self.reaches_nobody else notices.company())
         if not self.is_alone:
             waiting, self._waiting = self._waiting, {}
             for offer in waiting.values():

@@ -18,6 +18,7 @@ from atoll.coordinator.rpc.client import CoordinatorClient
 from atoll.coordinator.rpc.client_errors import CoordinatorError
 from atoll.dht.node import Node
 from atoll.dht.upnp import Forwarding
+from atoll.peer import notices
 from atoll.peer.daemon.doctor.health import own_addresses
 from atoll.peer.daemon.reach.reachability import Reachability, probe_again
 from atoll.peer.rounds.context import OnEvent
@@ -153,4 +154,5 @@ class Moves:
             found = replace(found, is_dialed=before.is_dialed and not before.by_upnp)
         if found != before:
             self._reachability.take(found)
-            self._report("info", f"this machine is reachable again: {self._reachability}")
+            there = self._reachability
+            self._report("info", notices.reach_changed(str(there), reach=there.kind))

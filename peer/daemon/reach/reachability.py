@@ -23,6 +23,7 @@ from pathlib import Path
 from atoll.coordinator.rpc.client import CoordinatorClient
 from atoll.coordinator.rpc.client_errors import CoordinatorError
 from atoll.coordinator.rpc.messages import PROBE_NONCE_BYTES
+from atoll.coordinator.run.notice import Notice
 from atoll.coordinator.run.status import PeerReach
 from atoll.dht.addresses import ANY_IPV6, TCP, is_ipv6, is_public, peer_of
 from atoll.dht.identity import short
@@ -30,6 +31,7 @@ from atoll.dht.node import Node
 from atoll.dht.roster import PeerRecord
 from atoll.dht.tasks import end
 from atoll.dht.upnp import Forwarding
+from atoll.peer import notices
 from atoll.peer.daemon.doctor.health import own_addresses
 
 MAX_RELAYS = 2  # peers, besides the coordinator: a record has room for three such addresses
@@ -217,7 +219,7 @@ class Reachability:
         bootstrap: Sequence[str],
         *,
         relay_mbit_s: float = 0.0,
-        report: Callable[[str], None] = lambda text: None,
+        report: Callable[[Notice], None] = lambda notice: None,
     ) -> None:
         """Announce what a dial-back found.
 
@@ -325,7 +327,7 @@ class Reachability:
         relays = frozenset(map(peer_of, chosen))
         if relays and relays != self._told:
             self._told = relays
-            self._report(f"relays of this peer: {self._relay_names()}")
+            self._report(notices.relays_chosen(self._relay_names(), relays=sorted(relays)))
 
 
 def _remember(path: Path, reach: Reach) -> None:

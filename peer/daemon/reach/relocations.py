@@ -31,6 +31,7 @@ from atoll.dht.refusals import RefusalCode
 from atoll.dht.roster import PeerRecord, RosterError
 from atoll.dht.tasks import together
 from atoll.dht.transport import Refused, Transport, TransportError
+from atoll.peer import notices
 from atoll.peer.daemon.membership import Enrolment
 from atoll.peer.daemon.reach.reachability import Reachability
 from atoll.peer.rounds.context import OnEvent
@@ -187,5 +188,5 @@ class Following:
             self._reachability.follow(there.bootstrap)
         await self._client.follow()
         if not self._known >= set(there.addresses):
-            self._report("info", f"the coordinator is at {' and '.join(there.addresses)} now")
+            self._report("info", notices.coordinator_moved(addresses=there.addresses))
         self._known = set(self._client.addresses)

@@ -13,9 +13,9 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from atoll.dht.identity import short
 from atoll.dht.refusals import RefusalCode
 from atoll.dht.transport import Refused
+from atoll.peer.rounds import notices
 from atoll.peer.rounds.context import DECISION_UNDER_WAY, Context
 from atoll.peer.rounds.policies import positions_ahead
 
@@ -79,8 +79,7 @@ class EagerCodes:
         self.refused += 1
         self._ctx.on_event(
             "warning",
-            f"{short(remote)} {why}; its eager send is refused until the group is closed "
-            f"({self.refused} so far, of all peers)",
+            notices.eager_refused(peer=remote, reason=why, refused=self.refused),
             key=("eager", remote),
         )
 

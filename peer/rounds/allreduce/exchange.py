@@ -22,13 +22,13 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
 
-from atoll.dht.identity import short
 from atoll.dht.refusals import RefusalCode
 from atoll.dht.tasks import Tasks, end
 from atoll.dht.transport import DeadlineExceeded, Refused, Stream, TransportError
 from atoll.optim.log.entry import MalformedRecord
 from atoll.optim.reduction.cells import LENGTH, Cells
 from atoll.optim.reduction.lowrank import LowRankCells
+from atoll.peer.rounds import notices
 from atoll.peer.rounds.allreduce.eager import EagerSlot, furthest_upfront, not_upfront
 from atoll.peer.rounds.allreduce.reduction import PartRange
 from atoll.peer.rounds.allreduce.rows import RowReduction, Rows, rows_of
@@ -314,7 +314,10 @@ class Exchange:
                 await self._sender.exchange(name, part, generation)
         except LOST as error:
             if not self.is_over:  # else the part was not needed any more
-                self._state.log(f"lost part {part} of {short(name)}: {error}")
+                lost = notices.part_lost(
+                    round=self._state.round, part=part, peer=name, reason=str(error)
+                )
+                self._state.log(lost)
 
     async def serve(self, remote: str, head: Reduce, stream: Stream) -> None:
         """Take the codes or sums that a member sends of a part, and send it the results."""

@@ -23,6 +23,7 @@ from atoll.dht.refusals import RefusalCode
 from atoll.dht.tasks import beside, race, together
 from atoll.dht.transport import PeerUnreachable, Refused, Stream, TransportError
 from atoll.optim.reduction.cells import Bytes
+from atoll.peer.rounds import notices
 from atoll.peer.rounds.allreduce.reduction import CellRefused, Norms, PartReceiver, batches
 from atoll.peer.rounds.allreduce.sides import (
     CODES,
@@ -303,7 +304,8 @@ class RowReduction:
             raise Refused(RefusalCode.BAD_SUM, str(error)) from None
 
     async def _lose_row(self, owned: TreePart, row: int, relay: str, why: str) -> None:
-        self._state.log(f"relay {short(relay)} sends no more sums of row {row}: {why}")
+        lost = notices.row_lost(round=self._state.round, row=row, peer=relay, reason=why)
+        self._state.log(lost)
         await owned.dissolve(row)
 
     # as a member of a row, and as its relay
@@ -320,9 +322,10 @@ class RowReduction:
             else:
                 await self._exchange_with(relay, part)
         except LOST as error:
-            self._state.log(
-                f"sending part {part} directly to its owner; relay {short(name)} failed: {error}"
+            failed = notices.relay_failed(
+                round=self._state.round, part=part, peer=name, reason=str(error)
             )
+            self._state.log(failed)
             return False
         return True
 

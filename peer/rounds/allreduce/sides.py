@@ -25,7 +25,7 @@ from functools import partial
 
 from atoll.compression import CodecError
 from atoll.coordinator.run.levels import Level
-from atoll.dht.identity import short
+from atoll.coordinator.run.notice import Notice
 from atoll.dht.refusals import RefusalCode
 from atoll.dht.tasks import Tasks, beside, end
 from atoll.dht.transport import DeadlineExceeded, PeerUnreachable, Refused, Stream, TransportError
@@ -34,6 +34,7 @@ from atoll.optim.log.replica import Compute
 from atoll.optim.reduction.cells import LENGTH, Bytes, pack
 from atoll.optim.reduction.lowrank import Factors, LowRankCells
 from atoll.optim.state.updates import Update
+from atoll.peer.rounds import notices
 from atoll.peer.rounds.allreduce.factors import FactorReceiver, FactorReducer, answers, first_frames
 from atoll.peer.rounds.allreduce.reduction import (
     CellRefused,
@@ -235,12 +236,17 @@ class ExchangeState:
         if len(self.parts) == len(self.group.parts):
             self.times.reduced = self.ctx.now()
 
-    def log(self, text: str, level: Level = "warning") -> None:
+    @property
+    def round(self) -> int:
+        """The round that the group's entry would commit."""
+        return self.group.position + 1
+
+    def log(self, notice: Notice, level: Level = "warning") -> None:
         """Report a fault of another member in this round."""
         # Bytes sent to a dead peer are never confirmed. Read as a slow link they would pace this
         # peer's later rounds, so nothing is learnt from this one.
         self.watch.disturbed = True
-        self.ctx.on_event(level, f"round {self.group.position + 1}: {text}")
+        self.ctx.on_event(level, notice)
 
 
 # Between two dials of a first contact. libp2p dials nobody for 5 s after a failed dial, and fails
@@ -771,9 +777,7 @@ class Owner:
             if not (is_honest and owned.reducer.arrived(member)):
                 ctx, peer = self._state.ctx, self._state.peer(member)
                 if ctx.lags.fault(peer, Fault.NO_PROGRESS, ctx.now()) is not None:
-                    self._state.log(
-                        f"not waiting for chunks from {short(peer)} for a while", "warning"
-                    )
+                    self._state.log(notices.not_waiting(round=self._state.round, peer=peer))
 
     async def serve(self, remote: str, head: Reduce, stream: Stream) -> None:
         """Take a member's cells of one part, and send it the results.
@@ -854,8 +858,10 @@ class Owner:
         """Continue a part without members; their cells that arrived still count."""
         for member in owned.to_leave_out(members):
             self._state.left_out.setdefault(member, reason)
-            name = short(self._state.peer(member))
-            self._state.log(f"left out {name}: {reason}", level)
+            dropped = notices.member_dropped(
+                round=self._state.round, peer=self._state.peer(member), reason=reason
+            )
+            self._state.log(dropped, level)
             await owned.drop(member)
 
 

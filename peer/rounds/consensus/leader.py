@@ -26,7 +26,6 @@ from functools import partial
 from types import TracebackType
 from typing import Any, Self
 
-from atoll.dht.identity import short
 from atoll.dht.refusals import RefusalCode
 from atoll.dht.tasks import Tasks, beside, end, race, together
 from atoll.dht.transport import RELAY_LOST, DeadlineExceeded, Refused, Stream, TransportError
@@ -51,6 +50,7 @@ from atoll.optim.log.locks import NO_DIGEST, Decree, SignedPromise, check_lock, 
 from atoll.optim.log.units import UnitsInvalid, count_of, expect_held, read_units, units_after
 from atoll.optim.reduction.cells import Bytes, UpdateError
 from atoll.optim.reduction.contribution import work_weight
+from atoll.peer.rounds import notices
 from atoll.peer.rounds.allreduce.exchange import Exchange, expected_plan
 from atoll.peer.rounds.conduct import Fault
 from atoll.peer.rounds.consensus.dissemination import Delivery, Dissemination, seal
@@ -449,7 +449,7 @@ class Polls:
                 self._ctx.fault(peer, Fault.BAD_VOTE)
             self._ctx.on_event(
                 "warning",
-                f"round {self._place.position + 1}: no vote from {short(peer)}: {error}",
+                notices.no_vote(round=self._place.position + 1, peer=peer, reason=str(error)),
                 key=("no vote", self._place.position, peer, failure_key(error)),
             )
             return error.code if isinstance(error, Refused) else None
@@ -899,7 +899,7 @@ class Leadership:
             case StopPoll():
                 await self._polls.stop()
             case ReportArrived():
-                self.ctx.on_event(action.level, action.text)
+                self.ctx.on_event(action.level, action.notice)
             case Decide():
                 self._outcome = Decision(entry=action.entry, certificate=action.certificate)
             case Fail():
@@ -913,11 +913,7 @@ class Leadership:
         )
         for peer in sorted(action.broke - {self.ctx.me.peer_id}):
             if self.ctx.promises.broke(peer):
-                self.ctx.on_event(
-                    "warning",
-                    f"groups led by this peer wait for {short(peer)} no longer: it said that it "
-                    "was ready, and did not report",
-                )
+                self.ctx.on_event("warning", notices.broke_promise(peer=peer))
         await self._delivery.begin()
         self._tasks.spawn(self._delivery.run())
         if is_large(len(action.group.members)):
@@ -935,11 +931,10 @@ class Leadership:
             await self._send(session, REPAIR, order)
 
     async def _repair(self, action: RepairPart) -> None:
-        text = (
-            f"round {self.place.position + 1}: part {action.order.part} "
-            f"is reassigned to {short(action.owner)}"
+        reassigned = notices.part_reassigned(
+            round=self.place.position + 1, part=action.order.part, peer=action.owner
         )
-        self.ctx.on_event("warning", text)
+        self.ctx.on_event("warning", reassigned)
         if action.overdue and self.exchange is None and action.overdue not in self._overdue:
             self._overdue.add(action.overdue)  # else its own exchange notes it
             self.ctx.note_idle_owner(action.overdue)
@@ -1198,7 +1193,7 @@ class Leading:
                 self._voter.give_up(leadership.place, leadership.term)
                 self._ctx.on_event(
                     "warning",
-                    f"round {key[1] + 1}, term {key[2]}, led by this peer, failed: {error}",
+                    notices.own_term_failed(round=key[1] + 1, term=key[2], reason=str(error)),
                     key=("own term failed", key[1], failure_key(error)),
                 )
         finally:

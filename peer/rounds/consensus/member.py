@@ -30,14 +30,15 @@ from functools import partial
 from typing import Protocol
 
 from atoll.coordinator.run.levels import Level
+from atoll.coordinator.run.notice import Notice
 from atoll.coordinator.run.outcome import Outcome
 from atoll.coordinator.run.phases import RoundPhase
-from atoll.dht.identity import short
 from atoll.dht.refusals import RefusalCode
 from atoll.dht.tasks import beside, end, race
 from atoll.dht.transport import RELAY_LOST, Refused, Stream, TransportError
 from atoll.optim.log.entry import Elector, MalformedRecord
 from atoll.optim.reduction.contribution import Offer
+from atoll.peer.rounds import notices
 from atoll.peer.rounds.allreduce.exchange import Exchange, begin_upfront, exchange_of
 from atoll.peer.rounds.consensus.dissemination import Seat, group_of, own_deadline_s
 from atoll.peer.rounds.consensus.leader import Leading
@@ -183,7 +184,7 @@ class SendReport:
     """Report an event to the operator."""
 
     level: Level
-    text: str
+    notice: Notice
     key: Hashable = None
     """what repeats have in common; None: their text"""
 
@@ -326,11 +327,8 @@ class MemberRound:
         self._seek()
         if not self._has_group or self._leader is None or not view.electorate:
             return [Leave()]
-        text = (
-            f"round {self.place.position + 1}: reducing again what was reduced early: "
-            f"{short(self._leader.peer_id)} does not lead the round"
-        )
-        return [Leave(), SendReport(level="info", text=text)]
+        again = notices.reduced_again(round=self.place.position + 1, peer=self._leader.peer_id)
+        return [Leave(), SendReport(level="info", notice=again)]
 
     def _seek(self) -> None:
         self.state, self.wake_at = MemberState.SEEKING, None
@@ -348,21 +346,23 @@ class MemberRound:
         if failure.code in WAITS_FOR_DECISION:
             self.state, self._late_since = MemberState.LATE, None
             self.wake_at = view.now + CLOSED_STALLS * self._stall_s
-            text = f"round {position + 1}: {failure.reason}"
-            return [*self._show(RoundPhase.LATE), SendReport(level="info", text=text)]
+            closed = notices.closed_before(round=position + 1, reason=failure.reason)
+            return [*self._show(RoundPhase.LATE), SendReport(level="info", notice=closed)]
         if failure.code == RefusalCode.DECIDED:
             self._try_next()
             return [FetchEntries()]
         if failure.code is not None and self._leader is not None:
             name = self._leader.peer_id
-            text = f"round {position + 1}: {short(name)} refused: {failure.why}"
-            if failure.code == RefusalCode.PROTOCOL:
-                text += OTHER_RELEASE
+            advice = OTHER_RELEASE if failure.code == RefusalCode.PROTOCOL else ""
+            refused = notices.leader_refused(
+                advice, round=position + 1, peer=name, reason=failure.why
+            )
             key = "leader refused", position, name, failure.key
             self._try_next()
-            return [SendReport(level="warning", text=text, key=key)]
-        text = f"round {position + 1}, term {self._term}: {failure.why}"
-        report = SendReport(level="warning", text=text, key=("term failed", position, failure.key))
+            return [SendReport(level="warning", notice=refused, key=key)]
+        failed = notices.term_failed(round=position + 1, term=self._term, reason=failure.why)
+        again_as = "term failed", position, failure.key
+        report = SendReport(level="warning", notice=failed, key=again_as)
         self._try_next()
         return [CountFailure(), report]
 
@@ -687,7 +687,7 @@ class Flight:
             case Show():
                 self._host.show(self)
             case SendReport():
-                self._ctx.on_event(action.level, action.text, key=action.key)
+                self._ctx.on_event(action.level, action.notice, key=action.key)
 
     async def _leave(self) -> None:
         session, self._session = self._session, None

@@ -41,6 +41,7 @@ from enum import Enum
 from typing import NamedTuple
 
 from atoll.coordinator.run.levels import Level
+from atoll.coordinator.run.notice import Notice
 from atoll.dht.refusals import RefusalCode
 from atoll.dht.transport import Refused
 from atoll.optim.log.electorate import Electors
@@ -59,6 +60,7 @@ from atoll.optim.log.entry import (
 )
 from atoll.optim.log.locks import Justification, Lock, SignedPromise
 from atoll.optim.reduction.cells import Cells
+from atoll.peer.rounds import notices
 from atoll.peer.rounds.messages import Group, PartDone, PartPlan, Ready, Repair
 from atoll.peer.rounds.policies import (
     ALONE_GRACES,
@@ -924,7 +926,7 @@ class ReportArrived:
     """Report an event to the operator."""
 
     level: Level
-    text: str
+    notice: Notice
 
 
 Action = (
@@ -1373,9 +1375,9 @@ class Round:
             self._drops = bool(dropped)
             update = self._rules.entry("update", group.members, parts.logged(), dropped)
             return self._propose(update, is_own=True)
-        given_up = f"round {self.place.position + 1}: given up: {self._failure}"
+        given_up = notices.given_up(round=self.place.position + 1, reason=self._failure)
         null = self._rules.entry("null", (), (), frozenset())
-        return [ReportArrived(level="error", text=given_up), *self._propose(null, is_own=False)]
+        return [ReportArrived(level="error", notice=given_up), *self._propose(null, is_own=False)]
 
     def _propose(self, entry: Entry, *, is_own: bool) -> list[Action]:
         proposer = self._voting()

@@ -8,8 +8,10 @@ import platform
 from collections.abc import Iterator
 
 from atoll.coordinator.run.levels import Level
+from atoll.coordinator.run.notice import Notice
 from atoll.coordinator.run.spec import RunSpec
 from atoll.coordinator.run.text import size
+from atoll.peer import notices
 from atoll.peer.errors import DataError
 from atoll.peer.training.data.corpus import Corpus, TextSummary
 from atoll.peer.training.data.documents import STDLIB
@@ -19,7 +21,7 @@ from atoll.peer.training.data.tokens import BYTES
 MAX_PASSES = 4  # up to four, repeated text is nearly as good as new (arXiv:2305.16264)
 ENDLESS_ROUNDS = 100  # a run without an end is judged by so many
 
-Remark = tuple[Level, str]
+Remark = tuple[Level, Notice]
 
 
 def expect_text(spec: RunSpec, corpus: Corpus) -> None:
@@ -49,40 +51,35 @@ def remarks(spec: RunSpec, corpus: Corpus, *, steps_left: int | None) -> Iterato
     found, data = corpus.summary, spec.data
     yield from _unstated(spec)
     if found is None:
-        at = f", revision {data.revision[:12]}" if data.revision else ""
-        yield (
-            "info",
-            f"data: {data.source.removeprefix(HUB)}, split {data.split}{at}, streamed from the "
-            "Hugging Face hub",
+        streamed = notices.data_streamed(
+            source=data.source.removeprefix(HUB),
+            split=data.split,
+            revision=data.revision[:12] if data.revision else None,
         )
+        yield "info", streamed
         return
-    left_out = f"; {found.not_read}" if found.not_read else ""
-    yield "info", f"data: {_amount(found)}, SHA-256 {found.sha256}{left_out}"
+    read = notices.data_found(
+        _amount(found),
+        bytes=found.num_bytes,
+        tokens=found.train_tokens + found.valid_tokens,
+        sha256=found.sha256,
+        not_read=found.not_read,
+    )
+    yield "info", read
     if data.sha256 is not None and data.sha256 != found.sha256:
         is_library = data.source == STDLIB  # of another Python, as is usual
         whose = f"the library of Python {platform.python_version()}" if is_library else "this text"
-        yield (
-            "info" if is_library else "warning",
-            f"{whose} is not the organiser's text (SHA-256 {data.sha256[:12]}); this peer's "
-            "validation loss is that of another text, and the run's is a mean over both",
-        )
+        other = notices.data_other(whose, sha256=data.sha256)
+        yield "info" if is_library else "warning", other
     yield from _scarcity(spec, found, steps_left)
 
 
 def _unstated(spec: RunSpec) -> Iterator[Remark]:
     """Name what is not compared: specs of earlier versions state no digests."""
     if spec.data.tokenizer != BYTES and spec.data.tokenizer_sha256 is None:
-        yield (
-            "warning",
-            "the run states no SHA-256 of its tokenizer, so nothing shows whether "
-            f"{spec.data.tokenizer!r} is the organiser's; compare the files yourself",
-        )
+        yield "warning", notices.tokenizer_unproved(tokenizer=spec.data.tokenizer)
     if spec.model.custom is not None and spec.model.source_sha256 is None:
-        yield (
-            "warning",
-            f"the run states no SHA-256 of the source of {spec.model.custom}, so nothing shows "
-            "whether this machine has the organiser's; compare the files yourself",
-        )
+        yield "warning", notices.model_unproved(model=spec.model.custom)
 
 
 def _scarcity(spec: RunSpec, found: TextSummary, steps_left: int | None) -> Iterator[Remark]:
@@ -92,12 +89,14 @@ def _scarcity(spec: RunSpec, found: TextSummary, steps_left: int | None) -> Iter
         rounds = f"{ENDLESS_ROUNDS} rounds"
     passes = steps_left * spec.step_tokens / found.train_tokens
     if passes > MAX_PASSES:
-        yield (
-            "warning",
-            f"the text is too short for this run: this peer alone reads each of its "
-            f"{_count(found.train_tokens)} training tokens about {passes:.0f} times in {rounds}, "
-            f"and more than {MAX_PASSES} times teach little; add text with --data",
+        too_short = notices.data_too_short(
+            _count(found.train_tokens),
+            rounds,
+            MAX_PASSES,
+            tokens=found.train_tokens,
+            passes=round(passes),
         )
+        yield "warning", too_short
 
 
 def _amount(found: TextSummary) -> str:

@@ -9,7 +9,7 @@ from atoll.coordinator.dashboard.arranging import Arrangement
 from atoll.coordinator.dashboard.losses import loss_curve
 from atoll.coordinator.dashboard.panes import LossPane, PeersPane, RunHeader
 from atoll.coordinator.dashboard.replay import ReplayApp, ScrubBar
-from atoll.coordinator.dashboard.tape import Tape
+from atoll.coordinator.dashboard.tape import Tape, Thrift
 from atoll.coordinator.report.mine import find_peer, mine
 from atoll.coordinator.run.status import LossPoint, PeerShare
 from support.status import START, make_status, peer_id
@@ -189,3 +189,12 @@ def test_the_curve_has_all_rounds_at_their_tokens():
     timed = loss_curve(replace(status, history=[*status.history[:-1], late]), "time")
     assert len(timed.training) == len(xs) - 1
     assert timed.unit == "minutes"
+
+
+def test_a_screen_waits_until_the_one_before_is_paid_for():
+    thrift = Thrift(share=0.1)
+    assert thrift.allows(0.0, 5.0)  # the start costs what it costs
+    assert not thrift.allows(0.4, 5.05)
+    assert thrift.allows(0.5, 5.05)
+    assert thrift.allows(0.6, 5.06)
+    assert not thrift.allows(0.61, 5.065)

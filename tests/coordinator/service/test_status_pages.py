@@ -1,12 +1,15 @@
 """One status for everybody who watches."""
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 
 from atoll.coordinator.admission_control import Refusal, RefusalStatus
+from atoll.coordinator.policies import LOOK_S, WATCH_BYTES_PER_S, look_every_s
+from atoll.coordinator.report.feed import pause_s
 from atoll.coordinator.run.frames import decompress
-from atoll.coordinator.run.status import RunStatus
+from atoll.coordinator.run.status import MAX_LOOK_S, RunStatus
 from atoll.coordinator.service.status_pages import MAKING_SHARE, MAX_AGE_S, StatusPages
 from support.status import make_status
 
@@ -83,3 +86,31 @@ def test_modules_have_pages_of_their_own_and_unknown_ones_none() -> None:
         return run.made
 
     assert asyncio.run(main()) == ["a", "b"]
+
+
+def test_many_watchers_are_told_to_look_less_often() -> None:
+    async def main() -> list[float]:
+        run, told = Making(0.001), []
+        every_s = LOOK_S
+        for _ in range(8):  # 2,000 look once in every `every_s` each
+            for _ in range(4):
+                run.now_s += every_s / 4
+                pages = await asyncio.gather(*(run.pages.page("") for _ in range(500)))
+            last = RunStatus.from_json(decompress(pages[-1], most_bytes=1 << 20))
+            every_s = max(LOOK_S, last.look_every_s)
+            told.append(every_s)
+        assert told[-1] == pytest.approx(len(pages[-1]) * 2000 / WATCH_BYTES_PER_S, rel=0.3)
+        return told
+
+    assert asyncio.run(main())[-1] > 2 * LOOK_S
+
+
+def test_a_few_watchers_look_once_a_second() -> None:
+    assert look_every_s(100_000, 25) == LOOK_S
+    assert look_every_s(100_000, 200) == 8.0
+    assert look_every_s(1 << 24, 4096) == MAX_LOOK_S
+
+
+def test_a_watcher_heeds_how_often_it_may_look() -> None:
+    status = replace(make_status(), look_every_s=8.0)
+    assert [pause_s(s, n, 1.0) for s, n in ((None, 0), (status, 0), (status, 2))] == [1.0, 8.0, 8.0]

@@ -9,10 +9,10 @@ from types import SimpleNamespace
 import pytest
 
 from atoll.coordinator.run.invite import Invite
+from atoll.peer import notices
 from atoll.peer.daemon import process
 from atoll.peer.daemon.options import PeerOptions
 from atoll.peer.daemon.process import (
-    STOPPING,
     Narrator,
     RunOptions,
     Stop,
@@ -35,7 +35,7 @@ def test_a_stop_is_answered_at_once_and_once():
         stop.set()
         assert is_told.wait(10)
         stop.set()
-    assert told == [STOPPING]
+    assert told == [notices.stopping()]
 
 
 def test_a_run_that_ends_by_itself_says_nothing_of_a_stop():

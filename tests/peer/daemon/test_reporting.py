@@ -5,11 +5,12 @@ from typing import get_args
 
 import pytest
 
+from atoll.coordinator.run.notice import MAX_TEXT
 from atoll.coordinator.run.status import FlowStatus, RoundReport, TimeUse
 from atoll.dht.tasks import end
 from atoll.dht.testing.memory import run_virtual
 from atoll.peer.daemon.options import LinkRates
-from atoll.peer.daemon.reporting import MAX_KEPT, MAX_LEFT_OUT, MAX_TEXT, Outbox, Reporter
+from atoll.peer.daemon.reporting import MAX_KEPT, MAX_LEFT_OUT, Outbox, Reporter
 from atoll.peer.daemon.views import TrainerView
 from atoll.peer.pipeline.tallies import HopStatistics
 from atoll.peer.training.statistics import TimeSpent

@@ -18,7 +18,7 @@ from atoll.peer.lab.children import BAD_INPUT
 from support.child_runs import until
 
 # In one process: tests/peer/daemon/test_follow_run.py and tests/coordinator/copies.
-pytestmark = [pytest.mark.exhaustive, pytest.mark.slow, pytest.mark.timeout(480)]
+pytestmark = [pytest.mark.exhaustive, pytest.mark.slow, pytest.mark.timeout(600)]
 
 FOLLOW = ("--listen", "/ip4/127.0.0.1/tcp/0", "--stop-with-stdin")
 

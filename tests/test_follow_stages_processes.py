@@ -14,7 +14,7 @@ from atoll.peer.lab.children import BAD_INPUT
 from support.child_runs import until
 
 # In one process: tests/peer/daemon/test_followed.py and tests/coordinator/copies.
-pytestmark = [pytest.mark.exhaustive, pytest.mark.slow, pytest.mark.timeout(480)]
+pytestmark = [pytest.mark.exhaustive, pytest.mark.slow, pytest.mark.timeout(600)]
 
 STAGES = ("stage-1", "stage-2")
 

@@ -139,7 +139,7 @@ class Rounds:
             on_led=on_led,
             ballots=ballots,
         )
-        self.ordering = Ordering(ctx, self.voter, self.leading)
+        self.ordering = Ordering(ctx, self.voter, self.leading, catch_up=self.kick_catch_up)
         self.archive = Archive(ctx)
         self.eager = EagerCodes(ctx)
         self._ahead = positions_ahead(len(ctx.replay.fragments))

@@ -79,10 +79,8 @@ def expect_without(peers: Sequence[SwarmPeer], out: SwarmPeer, since: int) -> No
 
 # faults
 
-LIMIT_S = {"kill": 4.0, "freeze": 8.0, "cut": 24.0}
-"""until orders are decided after a fault: one or two leaders that do not answer, or have failed. A
-leader that is cut off from the one before stays a position behind in a pause. It answers, so it is
-waited for until its term has had its time."""
+LIMIT_S = {"kill": 4.0, "freeze": 8.0, "cut": 8.0}
+"""until orders are decided after a fault: one or two leaders that do not answer, or have failed"""
 LONGER_THAN_AN_ORDER = 400
 
 

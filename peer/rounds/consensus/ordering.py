@@ -10,6 +10,7 @@ passes the order on to the leader whose term it is, which may be out of touch wi
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from contextlib import suppress
 
 from atoll.dht.tasks import race, together
@@ -27,10 +28,14 @@ LOOK_S = 1.0  # how often the leaders before are asked whether they are there
 class Ordering:
     """One elector's part in bringing orders into the log; `run` is one task."""
 
-    def __init__(self, ctx: Context, voter: Voter, leading: Leading) -> None:
+    def __init__(
+        self, ctx: Context, voter: Voter, leading: Leading, *, catch_up: Callable[[], None]
+    ) -> None:
+        """Begin no term before `run`; `catch_up` begins to look for entries that are missing."""
         self._ctx = ctx
         self._voter = voter
         self._leading = leading
+        self._catch_up = catch_up
         self._came = asyncio.Event()
         """set when an order has come"""
 
@@ -105,6 +110,8 @@ class Ordering:
         leaders = {each: leader_of(electorate, place.position, each).peer_id for each in before}
         asked = sorted(set(leaders.values()) - {me})
         heads = dict(zip(asked, await together(*(ask_head(ctx, p) for p in asked)), strict=True))
+        if any(head and _is_beyond(head, place) for head in heads.values()):
+            self._catch_up()  # in a pause nobody reports, and so nobody tells who is behind
         own_term = self._voter.open_term
         return all(
             own_term > each if peer == me else _is_led_no_more(heads[peer], place, each)
@@ -121,6 +128,10 @@ class Ordering:
             return
         with suppress(TransportError, LogError):
             await ctx.transport.call(leader, "order", order, timeout_s=ctx.settings.stall_s)
+
+
+def _is_beyond(head: Head, place: Place) -> bool:
+    return head.epoch == place.epoch and head.position > place.position
 
 
 def _is_led_no_more(head: Head | None, place: Place, term: int) -> bool:

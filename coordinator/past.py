@@ -71,13 +71,13 @@ def status_at(
     given = contributions(tallies)
     sums = {(name, t.peer_id): t for name, each in tallies.items() for t in each.peers}
     today = {peer.peer_id: peer for peer in now.peers}
-    pace = _Pace(rounds, at_s)
+    tempo = _Tempo(rounds, at_s)
     peers = [
         _peer(
             sums[row.module, row.peer_id],
             row,
             stands[row.module],
-            pace if row.module == last else _Pace([], at_s),
+            tempo if row.module == last else _Tempo([], at_s),
             today.get(row.peer_id),
         )
         for row in given
@@ -94,7 +94,7 @@ def status_at(
         chain=rounds[-1].chain,
         now=at_s,
         tokens_total=tallies[last].tokens,
-        tokens_per_s=pace.speed(rounds[-1].tokens),
+        tokens_per_s=tempo.speed(rounds[-1].tokens),
         loss=next((r.loss for r in reversed(rounds) if r.loss is not None), None),
         valid_loss=next((r.valid_loss for r in reversed(rounds) if r.valid_loss), None),
         utilisation=0.0,
@@ -164,7 +164,7 @@ def _peer(
     tally: Tally,
     given: PeerShare,
     position: int,
-    pace: _Pace,
+    tempo: _Tempo,
     today: PeerStatus | None,
 ) -> PeerStatus:
     """A peer as the log knows it: its name and role are those of today."""
@@ -175,10 +175,10 @@ def _peer(
         module=given.module,
         state=state,
         position=position if state == "training" else tally.last,
-        tokens_per_s=pace.speed(tally.round_tokens) if tally.last == position else 0.0,
+        tokens_per_s=tempo.speed(tally.round_tokens) if tally.last == position else 0.0,
         loss=tally.loss,
         wire_bytes_sent=tally.wire_bytes,
-        last_seen_s=pace.since(tally.last),
+        last_seen_s=tempo.since(tally.last),
         device=today.device if today is not None else "",
         rounds_seen=given.rounds + given.missed,
         rounds_counted=tally.rounds,
@@ -186,7 +186,7 @@ def _peer(
     )
 
 
-class _Pace:
+class _Tempo:
     """How fast rounds came up to a time: asked for each peer of hundreds."""
 
     def __init__(self, rounds: Sequence[RoundSummary], now_s: float) -> None:

@@ -484,7 +484,9 @@ class Publisher:
         self._behind_at = here if there > here else None
         # One entry ahead is a commit on its way, which may be long in a group. A peer whose address
         # changed just then is in none, and once waited a whole window for a group that was decided.
-        is_stuck = before == here and self._rounds.waits_for_group
+        # In a pause nobody is in one, and all that could tell may have ended with the last entry.
+        may_lack = self._rounds.waits_for_group or self._replica.settings.is_paused
+        is_stuck = before == here and may_lack
         return there > here + 1 or (there == here + 1 and is_stuck)
 
     async def _publish_from(self, start: int) -> None:

@@ -6,6 +6,7 @@ import types
 import pytest
 
 from atoll.coordinator.rpc.client import Beat
+from atoll.optim.log.orders import RunSettings
 from atoll.optim.log.store import StoreHead
 from atoll.peer.daemon.log_run import Publisher
 
@@ -13,12 +14,13 @@ from atoll.peer.daemon.log_run import Publisher
 class Peer:
     """A peer at position 7, and how often it looked for entries."""
 
-    def __init__(self, *, waits_for_group):
+    def __init__(self, *, waits_for_group, is_paused=False):
         self.looks = 0
         self.rounds = types.SimpleNamespace(
             waits_for_group=waits_for_group, kick_catch_up=self._look
         )
-        self.replica = types.SimpleNamespace(position=7)
+        settings = RunSettings(number=1, is_paused=is_paused)
+        self.replica = types.SimpleNamespace(position=7, settings=settings)
         self.publisher = Publisher(None, None, self.replica, self.rounds)
 
     def _look(self):
@@ -60,3 +62,9 @@ def test_one_entry_ahead_for_two_heartbeats_was_missed():
 def test_a_peer_in_a_group_may_take_long_to_get_its_commit():
     peer = Peer(waits_for_group=False)
     assert [peer.hears(8) for _ in range(5)] == [0] * 5
+
+
+def test_a_peer_that_missed_an_entry_in_a_pause_looks_for_it():
+    """Nobody is in a group then, and those that decided a stop may have ended."""
+    peer = Peer(waits_for_group=False, is_paused=True)
+    assert [peer.hears(8), peer.hears(8)] == [0, 1]

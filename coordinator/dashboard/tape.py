@@ -14,6 +14,9 @@ CPU_SHARE: Final = 0.12  # of a core, for a replay that plays: hundreds of peers
 _JUMP = re.compile(r"(?P<sign>[+-]?)(?P<number>\d{1,12}(?:\.\d+)?)(?P<percent>%?)")
 
 
+LONGEST_S: Final = 2.0  # between two screens, however much keys have cost in between
+
+
 @dataclass
 class Thrift:
     """Spaces screens so that drawing them takes at most a share of a core."""
@@ -29,7 +32,8 @@ class Thrift:
             now_s: on any steady clock.
             cpu_s: that the process has used so far.
         """
-        if cpu_s - self._cpu_s > self.share * (now_s - self._at_s):
+        waited_s = now_s - self._at_s
+        if cpu_s - self._cpu_s > self.share * waited_s and waited_s < LONGEST_S:
             return False
         self._at_s, self._cpu_s = now_s, cpu_s
         return True

@@ -198,3 +198,4 @@ def test_a_screen_waits_until_the_one_before_is_paid_for():
     assert thrift.allows(0.5, 5.05)
     assert thrift.allows(0.6, 5.06)
     assert not thrift.allows(0.61, 5.065)
+    assert thrift.allows(2.61, 50.0)  # what keys have cost stops no replay

@@ -27,6 +27,7 @@ class State:
     """A member's side of a group of three, of which it is the first."""
 
     me = 0
+    round = 1
     factors = None
 
     def __init__(self):

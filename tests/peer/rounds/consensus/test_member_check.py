@@ -272,7 +272,7 @@ def test_a_member_of_another_release_is_told_what_to_do():
         failing = clone(member)
         failing.receive(Failed(why="expected 2, got 1", code=code))
         reports = [a for a in failing.advance(view) if isinstance(a, SendReport)]
-        told += [report.text for report in reports]
+        told += [report.notice for report in reports]
     other, release = told
     assert "install" not in other
     assert release.endswith("install the organiser's version of Atoll")

@@ -48,6 +48,7 @@ from atoll.coordinator.run.invite_request import (
     pack_list,
 )
 from atoll.coordinator.run.keys import RunKeys
+from atoll.coordinator.run.notice import Notice
 from atoll.coordinator.run.releases import MAX_RELEASE_CHARS, is_newer
 from atoll.coordinator.run.sections import CoordinatorSection
 from atoll.coordinator.run.status import Event
@@ -229,10 +230,7 @@ class AdmissionControl:
         terms = self._expect_invited(request)
         self._note(request.peer_id, terms)
         role = self.role_of(request.peer_id, request.role)
-        ours, theirs = version("atoll"), request.version[:MAX_RELEASE_CHARS]  # it may be anything
-        newer_than = ours if is_newer(theirs, ours) else None
-        joined = notices.peer_joined(role=role, version=theirs, newer_than=newer_than)
-        self._events.add("info", request.peer_id, joined)
+        self._events.add("info", request.peer_id, _joined(role, request.version))
         self._on_joined(request.peer_id)
         expires_s = self._clock() + self._admission_s()
         session = self._sessions.session(request.peer_id, expires_s, terms)
@@ -476,6 +474,13 @@ def _refusing() -> Iterator[None]:
 def _session_use() -> bytes:
     """Return what a MAC of a session is for: sessions of another protocol are none."""
     return b"session %d" % PROTOCOL
+
+
+def _joined(role: str, theirs: str) -> Notice:
+    """Return what an organiser reads of a peer with a version, which may be anything."""
+    ours, theirs = version("atoll"), theirs[:MAX_RELEASE_CHARS]
+    newer_than = ours if is_newer(theirs, ours) else None
+    return notices.peer_joined(role=role, version=theirs, newer_than=newer_than)
 
 
 def _expect_role(role: str) -> None:

@@ -731,15 +731,21 @@ class Trainer:
             self._begin_window(common)
         elif self._may_shift() and self._knows_pace():
             self._is_in_step = True
-            self.worker.resize(self._ranks.agreed(self._in_step(common)))
+            self._resize(self._ranks.agreed(self._in_step(common)), common)
 
     def _begin_window(self, common: int) -> None:
         self._common_steps = common
         if not self._by_speed:
-            delay = min(self._method.hidden_steps(common), common)
-            self.worker.resize(common, delay=delay)
+            self._resize(common, common)
         elif self._knows_pace():
-            self.worker.resize(self._ranks.agreed(self._own_steps(common)))
+            self._resize(self._ranks.agreed(self._own_steps(common)), common)
+
+    def _resize(self, steps: int, common: int) -> None:
+        """Let this window have so many steps, of which a peer of the common pace has `common`."""
+        if self._by_speed:
+            self.worker.resize(steps)
+        else:
+            self.worker.resize(steps, delay=min(self._method.hidden_steps(common), steps))
 
     @property
     def _by_speed(self) -> bool:

@@ -158,7 +158,9 @@ def test_a_status_is_printed_without_escapes():
 def test_rounds_are_printed_without_escapes(monkeypatch, capsys, round_number):
     monkeypatch.setattr(rounds_command, "look", lambda invite: run_status())
     monkeypatch.setattr(rounds_command, "read_run", str)
-    args = types.SimpleNamespace(invite="", last=None, json=False, stage="", round=round_number)
+    args = types.SimpleNamespace(
+        invite="", last=None, json=False, stage="", round=round_number, others=[]
+    )
     assert rounds_command.run(args) == 0
     assert_harmless(capsys.readouterr().out)
 
@@ -167,7 +169,7 @@ def test_rounds_are_printed_without_escapes(monkeypatch, capsys, round_number):
 def test_json_of_a_run_is_ascii(monkeypatch, capsys, command):
     monkeypatch.setattr(command, "look", lambda invite: run_status())
     monkeypatch.setattr(command, "read_run", str)
-    args = types.SimpleNamespace(invite="", last=None, json=True, stage="", round=None)
+    args = types.SimpleNamespace(invite="", last=None, json=True, stage="", round=None, others=[])
     assert command.run(args) == 0
     out = capsys.readouterr().out
     assert out.isascii()

@@ -155,7 +155,9 @@ def test_an_organiser_reads_that_a_peer_has_a_newer_version(
     tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(admission_control, "version", lambda name: "0.1.0")
-    told = [admission_control._release(theirs) for theirs in ("0.1.0", "0.2.0", "9" * 99)]
+    releases = "0.1.0", "0.2.0", "9" * 99
+    joined = [admission_control._joined("trainer", theirs) for theirs in releases]
+    told = [text.removeprefix("joined as trainer (").removesuffix(")") for text in joined]
     assert told[:2] == ["version 0.1.0", "version 0.2.0, newer than the 0.1.0 here"]
     assert len(told[2]) < 80
 

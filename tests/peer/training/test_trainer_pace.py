@@ -129,7 +129,7 @@ def test_a_joiner_ends_its_first_window_with_the_others(corpus):
 
 
 @pytest.mark.parametrize("windows", ["equal", "deadline"])
-def test_a_peer_that_began_late_ends_with_the_others_once_and_stays_in_step(corpus, windows):
+def test_a_peer_that_began_late_ends_with_the_others_and_stays_in_step(corpus, windows):
     crew = Crew(corpus, [1.0], windows=windows, claims=[1.0] * 3, inner_steps=40)
     (clock,) = crew.clocks
     crew.window()

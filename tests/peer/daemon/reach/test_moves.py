@@ -71,7 +71,7 @@ def node():
         peer_id="P",
         relaying=SimpleNamespace(allow=lambda mbit_s: None),
         doubted=doubted,
-        transport=SimpleNamespace(connected=A | B, doubt=doubted.append),
+        transport=SimpleNamespace(connected=A | B, relayed=(), doubt=doubted.append),
         daemon=SimpleNamespace(options=SimpleNamespace(listen=("/ip4/0.0.0.0/tcp/4001",))),
     )
 

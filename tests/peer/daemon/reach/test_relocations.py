@@ -194,10 +194,10 @@ def test_peers_that_do_not_answer_are_tried_again_and_bar_nobody():
 def test_peers_that_were_asked_and_know_it_do_not_count_below_none():
     """A peer without the coordinator asks more peers than it has to tell."""
     spreading, others = Spreading(PASSED_ON), [str(index) for index in range(40)]
-    spreading.due(b"one", others, is_lost=True)
+    spreading.due(b"one", others, asks=True)
     for peer in others[: PASSED_ON + 1]:
         spreading.told(peer, b"one")
-    assert len(spreading.due(b"one", others, is_lost=True)) == ASKED
+    assert len(spreading.due(b"one", others, asks=True)) == ASKED
 
 
 class Follower:

@@ -681,7 +681,7 @@ class World:
         if not all(record.has_body for record in records):
             return  # the coordinator was away until peers had dropped some
         state = self._genesis
-        for entry in entries:
+        for entry in entries[: kept.state.position]:  # the store may be one ahead of the state
             body = memoryview(kept.store.body(entry.position))
             state = kept.core.replay.next_state(state, entry, body)
         if state.root() != kept.state.root():

@@ -325,7 +325,7 @@ class Coordinator:
     def give_order(self, signed: bytes) -> None:
         """Take an order of the organiser's, which the run's key signed. Raises Refusal."""
         # Its number may be that of another one there, which would void it.
-        if self.spec.method().logged and any(log.lacks_rounds for log in self.logs.values()):
+        if any(log.lacks_rounds for log in self.logs.values()):
             raise Refusal(
                 RefusalStatus.RESOURCE_EXHAUSTED,
                 "this coordinator lacks rounds that peers may have, as after a restore; it takes "

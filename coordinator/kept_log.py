@@ -157,7 +157,8 @@ class KeptLog:
     @property
     def lacks_rounds(self) -> bool:
         """Return whether peers may have rounds that the log here has lost, or has yet to fetch."""
-        return self._epochs.lacks_epochs or self._epochs.lacks_entries
+        epochs = self._epochs
+        return self._logged and (epochs.lacks_epochs or epochs.lacks_entries)
 
     def orders(self) -> Sequence[bytes]:
         """Return the orders that the log lacks."""

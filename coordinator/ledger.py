@@ -192,7 +192,7 @@ class Ledger:
         self._last = self._mark(LAST)
         self._newest = self._last
         self._recent = self._last
-        """Of the last call of `at`: a replay asks for the next round each time"""
+        """what `at` returned last: a replay asks for the next round each time"""
         self._points = history.points()
 
     def at(self, position: int) -> LedgerSums:

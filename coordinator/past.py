@@ -187,7 +187,7 @@ def _peer(
 
 
 class _Tempo:
-    """How fast rounds came up to a time: asked for each peer of hundreds."""
+    """Says how fast rounds came up to a time; it is asked for each of hundreds of peers."""
 
     def __init__(self, rounds: Sequence[RoundSummary], now_s: float) -> None:
         self._positions = [row.position for row in rounds]

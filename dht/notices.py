@@ -42,7 +42,7 @@ def protocol_name(run_id: str) -> str:
 
 
 class NoticeBoard:
-    """What one node shows; nothing until `show` is set."""
+    """Sends strangers what one node shows; nothing until `show` is set."""
 
     def __init__(self, run_id: str) -> None:
         self.protocol = protocol_name(run_id)

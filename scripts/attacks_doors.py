@@ -142,7 +142,7 @@ async def _c1(folder: Path) -> Happened:
             for index, client in enumerate(clients):
                 await client.heartbeat(swarm.status(index))
             await coordinator.tick()
-        said = next(e.text for e in coordinator.status().events if "lacks" in e.text)
+        said = next(e.text for e in coordinator.status().events if e.code == "log.lost")
         opened = coordinator.log.replica.opened
         epochs = "no epoch" if opened is None else f"epoch {opened.epoch}"
         return Happened(

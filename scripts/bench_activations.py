@@ -30,6 +30,7 @@ from typing import Any
 import torch
 from circumstances import commit, today
 from pipeline_losses import SIZES, STEP_TOKENS, Setting, Training
+from rows import put_between
 
 from atoll.compression.activations import parse_activations
 
@@ -305,9 +306,7 @@ def save(rows: Sequence[Row], saved: Path = SAVED, page: Path = PAGE) -> None:
     new = saved.with_suffix(".tmp")
     new.write_text(f"[\n{lines}\n]\n")
     new.replace(saved)
-    before, rest = page.read_text().split(MARKS[0])
-    _, after = rest.split(MARKS[1])
-    page.write_text(f"{before}{MARKS[0]}\n\n{tables(rows)}\n\n{MARKS[1]}{after}")
+    put_between(page, MARKS, tables(rows))
 
 
 def arguments() -> argparse.Namespace:

@@ -27,6 +27,7 @@ from typing import Any
 from bench_allreduce import lab_is_possible
 from bench_nat import CUSTOM, Case, events, progress, wait_until
 from circumstances import circumstances
+from rows import put_between
 
 from atoll.coordinator.run.spec import RunSpec
 from atoll.dht.testing.wan import WanLab, WanLink
@@ -195,9 +196,7 @@ def save(rows: Sequence[dict[str, Any]]) -> None:
     new = {row["cap_mbit"] for row in rows}
     all_rows = [row for row in kept if row["cap_mbit"] not in new] + list(rows)
     SAVED.write_text(json.dumps(all_rows, indent=1) + "\n")
-    head, rest = PAGE.read_text().split(MARKS[0])
-    text = f"{MARKS[0]}\n\n{table(all_rows)}\n\n{MARKS[1]}"
-    PAGE.write_text(head + text + rest.split(MARKS[1])[1])
+    put_between(PAGE, MARKS, table(all_rows))
 
 
 def parser() -> argparse.ArgumentParser:

@@ -31,6 +31,7 @@ from bench_allreduce import lab_is_possible
 from bench_nat import Case, progress, wait_until
 from circumstances import circumstances
 from coordinator_load import CONNECTING_S
+from rows import put_between
 
 from atoll.coordinator.run.spec import RunSpec
 from atoll.dht.testing.wan import sh
@@ -233,8 +234,7 @@ def measure(options: argparse.Namespace) -> list[Row]:
 def save(rows: Sequence[dict[str, Any]]) -> None:
     """Write the rows into the benchmark's files."""
     SAVED.write_text(json.dumps(rows, indent=1) + "\n")
-    head, rest = PAGE.read_text().split(MARKS[0])
-    PAGE.write_text(f"{head}{MARKS[0]}\n\n{table(rows)}\n\n{MARKS[1]}{rest.split(MARKS[1])[1]}")
+    put_between(PAGE, MARKS, table(rows))
 
 
 def parser() -> argparse.ArgumentParser:

@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from circumstances import circumstances
+from rows import put_between
 
 from atoll.coordinator.dashboard.app import DashboardApp
 from atoll.coordinator.dashboard.replay import ReplayApp
@@ -311,13 +312,11 @@ def table(found: dict[str, Any]) -> str:
 def save(found: dict[str, Any]) -> None:
     """Write the report, and the table between the marks of the page."""
     SAVED.write_text(json.dumps(found, indent=1) + "\n")
-    before, rest = PAGE.read_text().split(MARKS[0])
-    _, after = rest.split(MARKS[1])
     head = (
         f"{found['date']}, commit {found['commit']}, {found['machine']}; "
         f"{found['peers']} peers, {found['rounds']:,} rounds."
     )
-    PAGE.write_text(f"{before}{MARKS[0]}\n\n{head}\n\n{table(found)}\n\n{MARKS[1]}{after}")
+    put_between(PAGE, MARKS, f"{head}\n\n{table(found)}")
 
 
 def arguments() -> argparse.Namespace:

@@ -27,6 +27,7 @@ from circumstances import commit, machine, today
 from faults_cases import Strike
 from faults_lab import SceneError
 from faults_table import ALIKE, HOSTS, Case, cases
+from rows import put_between
 
 ROOT = Path(__file__).resolve().parent.parent
 SAVED = ROOT / "docs" / "benchmarks" / "faults.json"
@@ -132,9 +133,7 @@ def save(new: Sequence[Row], params: int) -> list[Row]:
     names = {(row.fault, row.system) for row in new}
     rows = [*(row for row in known() if (row.fault, row.system) not in names), *new]
     SAVED.write_text(json.dumps(report(rows, params), indent=1) + "\n")
-    before, rest = PAGE.read_text().split(MARKS[0])
-    _, after = rest.split(MARKS[1])
-    PAGE.write_text(f"{before}{MARKS[0]}\n\n{table(rows)}\n\n{MARKS[1]}{after}")
+    put_between(PAGE, MARKS, table(rows))
     return rows
 
 

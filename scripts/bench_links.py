@@ -27,6 +27,7 @@ from typing import Any
 
 from bench_allreduce import lab_is_possible
 from circumstances import circumstances
+from rows import put_between
 
 from atoll.dht.addresses import peer_of
 from atoll.dht.identity import Identity
@@ -179,10 +180,8 @@ def report(rows: Sequence[Row], congestion: str) -> dict[str, Any]:
 def save(found: dict[str, Any], rows: Sequence[Row]) -> None:
     """Write the report, and the table between the marks of the page."""
     SAVED.write_text(json.dumps(found, indent=1) + "\n")
-    before, rest = PAGE.read_text().split(MARKS[0])
-    _, after = rest.split(MARKS[1])
     head = f"{found['date']}, commit {found['commit']}, {found['machine']}; {found['congestion']}."
-    PAGE.write_text(f"{before}{MARKS[0]}\n\n{head}\n\n{table(rows)}\n\n{MARKS[1]}{after}")
+    put_between(PAGE, MARKS, f"{head}\n\n{table(rows)}")
 
 
 def arguments() -> argparse.Namespace:

@@ -36,6 +36,7 @@ from typing import Any, Self, TypeVar
 import psutil
 from bench_allreduce import bound_seconds, lab_is_possible, wire_bytes
 from circumstances import circumstances, commit, today
+from rows import put_between
 
 from atoll.coordinator.run.spec import RunSpec, template
 from atoll.dht.testing.wan import Behind, WanLab, WanLink
@@ -747,10 +748,8 @@ def save(found: dict[str, Any], saved: Path = SAVED, page: Path = PAGE) -> None:
     """Add to what was saved, and write the tables between the marks of the page."""
     everything = merged(json.loads(saved.read_text()) if saved.exists() else {}, found)
     saved.write_text(json.dumps(everything, indent=1) + "\n")
-    before, rest = page.read_text().split(MARKS[0])
-    _, after = rest.split(MARKS[1])
     told = f"{everything['machine']}.\n\n{tables(everything)}"
-    page.write_text(f"{before}{MARKS[0]}\n\n{told}\n\n{MARKS[1]}{after}")
+    put_between(page, MARKS, told)
 
 
 def arguments(cases: Sequence[str]) -> argparse.Namespace:

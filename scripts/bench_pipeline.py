@@ -58,6 +58,7 @@ from pipeline_lab import (
 )
 from pipeline_learning import compared, learned, learned_table
 from pipeline_vacant import vacant, vacant_table
+from rows import put_between
 
 from atoll.coordinator.run.phases import AT_REST
 from atoll.dht.testing.wan import WanLink
@@ -434,10 +435,8 @@ def save(found: dict[str, Any], saved: Path = SAVED, page: Path = PAGE) -> None:
     """Add to what was saved, and write the tables between the marks of the page."""
     everything = merged(known(saved), found)
     saved.write_text(json.dumps(everything, indent=1) + "\n")
-    before, rest = page.read_text().split(MARKS[0])
-    _, after = rest.split(MARKS[1])
     told = f"{everything['machine']}.\n\n{tables(everything)}"
-    page.write_text(f"{before}{MARKS[0]}\n\n{told}\n\n{MARKS[1]}{after}")
+    put_between(page, MARKS, told)
 
 
 CASES = {"links": over_links, "drained": drained, "unequal": unequal}

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from circumstances import circumstances
+from rows import put_between
 
 from atoll.peer.lab.churn_trace import (
     Churn,
@@ -251,10 +252,8 @@ def report(rows: Sequence[Row]) -> dict[str, Any]:
 def save(found: dict[str, Any], rows: Sequence[Row]) -> None:
     """Write the report, and the table between the marks of the page."""
     SAVED.write_text(json.dumps(found, indent=1) + "\n")
-    before, rest = PAGE.read_text().split(MARKS[0])
-    _, after = rest.split(MARKS[1])
     head = f"{found['date']}, commit {found['commit']}; {rows[0].seeds} seeds, 32 h each."
-    PAGE.write_text(f"{before}{MARKS[0]}\n\n{head}\n\n{table(rows)}\n\n{MARKS[1]}{after}")
+    put_between(PAGE, MARKS, f"{head}\n\n{table(rows)}")
 
 
 def arguments() -> argparse.Namespace:

@@ -51,6 +51,7 @@ from pipeline_lab import (
     spans,
 )
 from pipeline_others import HOSTS, Others, others, rate
+from rows import put_between
 
 from atoll.dht.testing.wan import WanLab, WanLink
 
@@ -284,10 +285,8 @@ def save(found: dict[str, Any], saved: Path = SAVED, page: Path = PAGE) -> None:
     rows = {key_of(row): row for row in [*known, *found["rows"]]}
     everything = {"machine": found["machine"], "rows": list(rows.values())}
     saved.write_text(json.dumps(everything, indent=1) + "\n")
-    before, rest = page.read_text().split(MARKS[0])
-    _, after = rest.split(MARKS[1])
     told = f"{everything['machine']}.\n\n{tables(everything['rows'])}"
-    page.write_text(f"{before}{MARKS[0]}\n\n{told}\n\n{MARKS[1]}{after}")
+    put_between(page, MARKS, told)
 
 
 def arguments() -> argparse.Namespace:

@@ -31,6 +31,7 @@ from typing import ClassVar
 
 import torch
 from circumstances import commit, today
+from rows import put_between
 from torch import Tensor
 
 from atoll.optim import methods, outer_defaults
@@ -231,10 +232,7 @@ def table(rows: Sequence[Row]) -> str:
 
 def write_page(rows: Sequence[Row]) -> None:
     """Write the table between the marks of the page."""
-    page = PAGE.read_text()
-    before, rest = page.split(MARKS[0])
-    _, after = rest.split(MARKS[1])
-    PAGE.write_text(f"{before}{MARKS[0]}\n\n{table(rows)}\n\n{MARKS[1]}{after}")
+    put_between(PAGE, MARKS, table(rows))
 
 
 def report(rows: Sequence[Row], chosen: Settings) -> dict:

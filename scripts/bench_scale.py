@@ -33,6 +33,7 @@ from typing import Any
 
 import torch
 from circumstances import commit, machine, today
+from rows import put_between
 
 from atoll.compression import parse
 from atoll.dht.testing import MemoryRoster
@@ -322,9 +323,7 @@ def save(new: Sequence[Row]) -> list[Row]:
     rows = [*(row for row in known() if key(row) not in counted), *new]
     rows.sort(key=key)
     SAVED.write_text(json.dumps(report(rows), indent=1) + "\n")
-    before, rest = PAGE.read_text().split(MARKS[0])
-    _, after = rest.split(MARKS[1])
-    PAGE.write_text(f"{before}{MARKS[0]}\n\n{table(rows)}\n\n{MARKS[1]}{after}")
+    put_between(PAGE, MARKS, table(rows))
     return rows
 
 

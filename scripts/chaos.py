@@ -31,6 +31,7 @@ from chaos_run import Seen, finish, lab_of
 from chaos_score import living_s, tokens_between
 from circumstances import circumstances
 from pipeline_learning import loss_at
+from rows import put_between
 
 ROOT = Path(__file__).resolve().parent.parent
 SAVED = ROOT / "docs" / "benchmarks" / "chaos.json"
@@ -165,10 +166,7 @@ def table(result: dict[str, Any]) -> str:
 def save(result: dict[str, Any]) -> None:
     """Write a result into the benchmark's files."""
     SAVED.write_text(json.dumps(result, indent=1) + "\n")
-    page = PAGE.read_text()
-    head, rest = page.split(MARKS[0])
-    tail = rest.split(MARKS[1])[1]
-    PAGE.write_text(f"{head}{MARKS[0]}\n{table(result)}\n{MARKS[1]}{tail}")
+    put_between(PAGE, MARKS, table(result))
 
 
 def number(least: float, kind: Callable[[str], float] = float) -> Callable[[str], float]:

@@ -117,7 +117,11 @@ def vacancy(
 
 def set_out_s(log: Sequence[dict[str, Any]], module: str, from_s: float) -> float | None:
     """Return when a peer said that it moves to a stage, if it did after some time."""
-    moves = (each["time"] for each in log if f" to {module}, " in each["text"])
+    moves = (
+        each["time"]
+        for each in log
+        if each.get("code") == "stage.moves" and each["fields"]["to_module"] == module
+    )
     return next((time_s for time_s in moves if time_s > from_s), None)
 
 

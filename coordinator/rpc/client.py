@@ -96,7 +96,7 @@ class Beat:
     orders: tuple[bytes, ...] = ()
     """Signed orders of the organiser's that the coordinator's log lacks."""
     version: str = ""
-    """Of Atoll, which the coordinator runs; empty from one that does not tell."""
+    """The version of Atoll that the coordinator runs; empty if it does not tell it."""
 
 
 @dataclass(frozen=True, kw_only=True)

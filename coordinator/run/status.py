@@ -153,7 +153,7 @@ class Event(StatusRecord):
     text: Text
     """The fact and its remedy, for people."""
     code: Code = ""
-    """What happened, of docs/events.md; empty in events of versions that had no codes."""
+    """Says what happened, as docs/events.md lists it; empty before events had codes."""
     fields: Fields = field(default_factory=dict, hash=False)
     """The facts that the text states, by name."""
 

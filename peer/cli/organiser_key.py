@@ -1,4 +1,4 @@
-"""What this machine has of a run, for commands that ask or change it: keys, and where it is.
+"""Finds what this machine keeps of a run for commands: its keys, and where its coordinator is.
 
 The key is that of the coordinator's `keys.json` until `atoll keys rotate` has changed it; then it
 is in a file of its own beside that one (`atoll.coordinator.run.keys`). Only the one in force

@@ -47,7 +47,7 @@ TOLD_CHARS = 500  # of what it says when it fails
 
 @dataclass(frozen=True, kw_only=True)
 class ExportOptions:
-    """What a follower's owner decides about exports."""
+    """The exports that a follower's owner wants."""
 
     every: int
     """Rounds between two of them."""
@@ -57,7 +57,7 @@ class ExportOptions:
     allowed_models: tuple[str, ...] = ()
     """Custom models whose code may run, as `module:function`."""
     any_source: bool = False
-    """Whether a custom model may have another source than the run's."""
+    """True if a custom model may have another source than the run's."""
     tokenizer: str | None = None
     """File of this machine; None: the one that travels with the run, if it does."""
     init: str | None = None

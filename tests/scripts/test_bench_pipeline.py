@@ -9,8 +9,10 @@ import pipeline_learning
 import pipeline_vacant
 import pytest
 
+from atoll.coordinator.run.notice import told_fields
 from atoll.dht.testing.wan import WanLink
 from atoll.optim.log.store import LOG_FILE, LogStore, StoreHead
+from atoll.peer import notices
 from support.kit import Swarm
 
 LINK = WanLink(up=10.0, down=10.0)
@@ -136,10 +138,10 @@ def test_a_vacancy_ends_with_a_microbatch_of_the_peer_that_moved():
     counting = [peer("peer-1", "stage-2", 2, 128.0, position=3)]
     beyond = [peer("peer-1", "stage-2", 9, 140.0, position=4)]
     looks = [{"peers": peers} for peers in (before, stale, here, counting, beyond)]
-    words = "moves from stage-1 to stage-2, which needs it more"
+    moves = told_fields(notices.stage_moves(from_module="stage-1", to_module="stage-2"))
     mover = [
         {"kind": "ready", "time": 10.0, "text": "trains"},
-        {"kind": "event", "time": 117.0, "text": words},
+        {"kind": "event", "time": 117.0} | moves,
         {"kind": "ready", "time": 126.0, "text": "trains"},
     ]
     found = pipeline_vacant.vacancy(looks, [[], mover], 1, {"peer-2"}, 100.0, 3)

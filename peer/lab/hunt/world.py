@@ -606,7 +606,7 @@ class World:
         may_lack = coordinator.tainted or coordinator.was_replaced
         if up is None or not may_lack or coordinator.accepts_loss:
             return
-        if any("--accept-loss" in event.text for event in up.coordinator.status().events):
+        if any(event.code == "log.lost" for event in up.coordinator.status().events):
             coordinator.accepts_loss = True
             coordinator.crash(lost_power=False)
             coordinator.start()

@@ -11,10 +11,8 @@ SPEEDS: Final = (0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0, 500.0, 2000.0)
 """Rounds a second."""
 SCREENS_PER_S: Final = 8.0  # at most; a faster replay skips rounds
 CPU_SHARE: Final = 0.12  # of a core, for a replay that plays: hundreds of peers take 50 ms a screen
-_JUMP = re.compile(r"(?P<sign>[+-]?)(?P<number>\d{1,12}(?:\.\d+)?)(?P<percent>%?)")
-
-
 LONGEST_S: Final = 2.0  # between two screens, however much keys have cost in between
+_JUMP = re.compile(r"(?P<sign>[+-]?)(?P<number>\d{1,12}(?:\.\d+)?)(?P<percent>%?)")
 
 
 @dataclass

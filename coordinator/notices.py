@@ -17,6 +17,8 @@ from atoll.optim.log.orders import Order, described
 
 # peers
 
+LOG_LOST = "log.lost"
+
 
 @event("peer.joined")
 def peer_joined(*, role: str, version: str, newer_than: str | None = None) -> str:
@@ -164,7 +166,7 @@ def epoch_learned(*, epoch: int) -> str:
     return f"epoch {epoch} learned from peers; fetching its entries"
 
 
-@event("log.lost")
+@event(LOG_LOST)
 def log_lost(*, epoch: int | None, position: int | None, known_rounds: int | None) -> str:
     if position is not None:
         what = f"the log here ends after round {position} of {known_rounds}"

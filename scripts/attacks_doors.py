@@ -27,6 +27,7 @@ from hivemind.dht.storage import DictionaryDHTValue
 from atoll.coordinator.checkpoints import Checkpoint, save_checkpoint
 from atoll.coordinator.epochs import LEARN_S
 from atoll.coordinator.heads import PATIENCE_S, PeerHead
+from atoll.coordinator.notices import LOG_LOST
 from atoll.coordinator.policies import CALL_BURST, STALL_S, CallLimits
 from atoll.coordinator.rpc.client import CoordinatorClient
 from atoll.coordinator.rpc.client_errors import CoordinatorError
@@ -142,7 +143,7 @@ async def _c1(folder: Path) -> Happened:
             for index, client in enumerate(clients):
                 await client.heartbeat(swarm.status(index))
             await coordinator.tick()
-        said = next(e.text for e in coordinator.status().events if e.code == "log.lost")
+        said = next(e.text for e in coordinator.status().events if e.code == LOG_LOST)
         opened = coordinator.log.replica.opened
         epochs = "no epoch" if opened is None else f"epoch {opened.epoch}"
         return Happened(

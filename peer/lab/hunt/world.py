@@ -31,6 +31,7 @@ from atoll.coordinator import invites
 from atoll.coordinator.coordinator import Coordinator
 from atoll.coordinator.copies import keeping as copies_keeping
 from atoll.coordinator.copies import owners, restoring, writing
+from atoll.coordinator.notices import LOG_LOST
 from atoll.coordinator.rpc import channel
 from atoll.coordinator.run import admission, eviction
 from atoll.coordinator.run.admission import CLOCK_SLACK_S, Admission
@@ -606,7 +607,7 @@ class World:
         may_lack = coordinator.tainted or coordinator.was_replaced
         if up is None or not may_lack or coordinator.accepts_loss:
             return
-        if any(event.code == "log.lost" for event in up.coordinator.status().events):
+        if any(event.code == LOG_LOST for event in up.coordinator.status().events):
             coordinator.accepts_loss = True
             coordinator.crash(lost_power=False)
             coordinator.start()

@@ -15,6 +15,7 @@ from atoll.coordinator import notices
 from atoll.coordinator.admission_control import Refusal, RefusalStatus
 from atoll.coordinator.catching_up import CatchUp, Recover, Taken
 from atoll.coordinator.epochs import Epochs
+from atoll.coordinator.first_state import ROOT_NOTE, FirstState
 from atoll.coordinator.gossip import FetchModel, KeptModels, ReportedRounds
 from atoll.coordinator.heads import AskHead, Heads
 from atoll.coordinator.history import EventLog, History
@@ -42,7 +43,6 @@ from atoll.optim.log.store import SnapshotInfo, StoreHead
 from atoll.optim.reduction.cells import Bytes
 
 TICK_S = 0.5  # a new epoch opens at most this long after it is due
-GENESIS_NOTE = "genesis"  # root of the first state, in a log that was restored without it
 DISK_PAUSE_S = 15.0  # a body that could not be stored is not requested again sooner
 
 
@@ -80,6 +80,7 @@ class LogParts:
     """The rounds of this log."""
     checkpoints: Path
     signer: EpochSigner
+    first: FirstState
     damage: Damage
 
 
@@ -119,7 +120,7 @@ class KeptLog:
         self._publisher = PublisherChoice()
         self._catching_up: CatchUp | None = None
         self._models: KeptModels | None = None
-        self._scrubbing = Scrubbing(replica, self._report) if self._logged else None
+        self._scrubbing = Scrubbing(replica, parts.first, self._report) if self._logged else None
         self.gaps = replica.store.gaps()
         self._divergence_reported = False
         self._ask_from_s = 0.0
@@ -186,7 +187,7 @@ class KeptLog:
     def genesis_root(self) -> bytes:
         """Return the root of the first state, which need not be here; blocks."""
         store = self.replica.store
-        return store.note(GENESIS_NOTE) or store.snapshot(0).root
+        return store.note(ROOT_NOTE) or store.snapshot(0).root
 
     # Entries
 

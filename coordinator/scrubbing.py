@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 
 from atoll.coordinator import notices
+from atoll.coordinator.first_state import FirstState
 from atoll.coordinator.run.notice import Report
 from atoll.dht.tasks import ENDING_S, Tasks
 from atoll.optim.log.mending import Damage, Scrub
@@ -23,9 +24,10 @@ PASS_S = 60.0  # between two passes: a small log need not be read all the time
 class Scrubbing:
     """Reads the log of a replica, a step at a time."""
 
-    def __init__(self, replica: LiveReplica, report: Report) -> None:
+    def __init__(self, replica: LiveReplica, first: FirstState, report: Report) -> None:
         """Scrub a replica's log, which was read at the start; `report` logs an event."""
         self._replica = replica
+        self._first = first
         self._log_event = report
         self._scrub = Scrub(replica.store)
         self._due_s: float | None = None
@@ -52,6 +54,19 @@ class Scrubbing:
             self._log_event("error", notices.log_unreadable(reason=str(error)))
             is_over = True
         self._due_s = now_s + (PASS_S if is_over else STEP_S)
-        damaged, self._scrub.damaged_snapshots = self._scrub.damaged_snapshots, []
-        if damaged:
-            self._log_event("error", notices.of_damage(Damage(snapshots=damaged)))
+        positions, self._scrub.damaged_snapshots = self._scrub.damaged_snapshots, []
+        damage = Damage(snapshots=[position for position in positions if position])
+        if 0 in positions:
+            await self._mend_first(damage)
+        if damage:
+            self._log_event("error", notices.of_damage(damage))
+
+    async def _mend_first(self, damage: Damage) -> None:
+        try:
+            found = await self._replica.compute(self._first.mend, self._replica.store)
+        except Exception as error:  # the organiser's model and files: anything, and the run goes on
+            reason = f"its first state is damaged, and cannot be made again: {error}"
+            self._log_event("error", notices.log_unreadable(reason=reason))
+        else:
+            damage.first_state = found.first_state
+            damage.snapshots += found.snapshots

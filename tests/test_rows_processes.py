@@ -16,7 +16,7 @@ from support.child_runs import PEER, until, write_spec
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
-TEXT = "No row is trained twice in a pass. " * 3000
+TEXT = "No row is trained twice in a pass. " * 6000
 ONCE = {"once": True, "same_text": True}
 
 
@@ -42,7 +42,7 @@ async def hold(folder: Path) -> list[Entry]:
         run={"name": "once", "rounds": 0},
         round={"stall_s": 2.0},
         data=ONCE,
-        inner_steps=32,  # a log of ten rounds a second moves on faster than who joins can follow
+        inner_steps=128,  # shorter rounds are over before a newcomer has followed them
     )
     children: list[Child] = []
 

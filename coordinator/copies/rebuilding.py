@@ -22,6 +22,7 @@ from atoll.coordinator.copies.beside import spec_to_start_with, tell_restored
 from atoll.coordinator.copies.restoring import expect_new, made_whole, skip_numbers
 from atoll.coordinator.copies.sealing import RECOVERY_FILE
 from atoll.coordinator.copies.target import CopiesError
+from atoll.coordinator.first_state import ROOT_FILE
 from atoll.coordinator.invites import INVITES_FILE, USES_FILE
 from atoll.coordinator.orders import ORDERS_FILE
 from atoll.coordinator.recorded import FOLLOWER_FILE
@@ -113,8 +114,8 @@ class FollowerToRestore:
     def _fill(self, partial: Path) -> list[int]:
         """Copy everything; return the positions of the logs."""
         modules = [name for name in self.spec.modules if name != WHOLE]
-        roots = [LogFiles(self.folder, b"", name).file("genesis.root") for name in modules]
-        for name in ("spec.json", "genesis.root", TOKENIZER_FILE, *(root.name for root in roots)):
+        roots = [LogFiles(self.folder, b"", name).file(ROOT_FILE) for name in modules]
+        for name in ("spec.json", ROOT_FILE, TOKENIZER_FILE, *(root.name for root in roots)):
             if (self.folder / name).exists():
                 replace_private(partial / name, (self.folder / name).read_bytes())
         replace_private(partial / KEYS_FILE, self.keys.read_bytes())

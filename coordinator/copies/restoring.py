@@ -35,8 +35,8 @@ from atoll.coordinator.copies.owners import claim, keep_owner, newest_with_copie
 from atoll.coordinator.copies.sealing import RECOVERY_FILE, RecoveryKey
 from atoll.coordinator.copies.target import CopiesError, CopyDamaged, CopyObject, Target
 from atoll.coordinator.copies.writing import MAX_FILE_BYTES
+from atoll.coordinator.first_state import ROOT_FILE, ROOT_NOTE
 from atoll.coordinator.history import History
-from atoll.coordinator.kept_log import GENESIS_NOTE
 from atoll.coordinator.run.keys import KEYS_FILE, RunKeys, write_private
 from atoll.coordinator.run.spec import RunSpec, run_id
 from atoll.coordinator.run.spec_problems import SpecError
@@ -187,7 +187,7 @@ def _expect_run(target: Target, found: FoundCopy, folder: Path) -> bytes:
 
 
 def _restore_log(target: Target, spec: RunSpec, files: LogFiles, module: CopiedModule) -> None:
-    root = bytes.fromhex(files.file("genesis.root").read_text(encoding="ascii"))
+    root = bytes.fromhex(files.file(ROOT_FILE).read_text(encoding="ascii"))
     identifier = log_id(files.run_id, module.name)
     try:
         with closing(
@@ -211,7 +211,7 @@ def _restore_log(target: Target, spec: RunSpec, files: LogFiles, module: CopiedM
             if module.started:
                 store.put_note("started", module.started.encode())
             if module.snapshot_position:
-                store.put_note(GENESIS_NOTE, root)
+                store.put_note(ROOT_NOTE, root)
             is_logged = spec.method().reduction != "pairs"
             if is_logged and (store.head.position, store.head.chain.hex()) != (
                 module.position,

@@ -58,11 +58,18 @@ import grpc
 
 from atoll.coordinator.catching_up import CatchUp, Recover
 from atoll.coordinator.coordinator import Coordinator
+from atoll.coordinator.first_state import (
+    ROOT_FILE,
+    ROOT_NOTE,
+    FirstState,
+    FirstStateLost,
+    RootDamaged,
+)
 from atoll.coordinator.gossip import FetchModel, KeptModels, ModelKeeper
 from atoll.coordinator.heads import AskHead
 from atoll.coordinator.history import History
 from atoll.coordinator.invites import BASE_FILE, InviteDesk
-from atoll.coordinator.kept_log import GENESIS_NOTE, TICK_S, KeptLog, LogParts
+from atoll.coordinator.kept_log import TICK_S, KeptLog, LogParts
 from atoll.coordinator.orders import ORDERS_FILE, OrderDesk
 from atoll.coordinator.ports import Ports
 from atoll.coordinator.relocating import RELOCATION_FILE, OwnPlace, own_record
@@ -70,7 +77,7 @@ from atoll.coordinator.rpc.messages import SERVER_OPTIONS
 from atoll.coordinator.run.addresses import is_public, split_address
 from atoll.coordinator.run.admission import AdmissionCheck
 from atoll.coordinator.run.invite import Invite
-from atoll.coordinator.run.keys import KEYS_FILE, RunKeys, write_private
+from atoll.coordinator.run.keys import KEYS_FILE, RunKeys
 from atoll.coordinator.run.spec import RunSpec, run_id
 from atoll.coordinator.run.spec_problems import SpecError
 from atoll.coordinator.run.tokenizer_file import TokenizerFileError, pack, unpack
@@ -96,7 +103,7 @@ from atoll.optim.log.replica import (
 from atoll.optim.log.store import LOG_FILE, LogStore, sync_folder
 from atoll.optim.state import vectors
 from atoll.optim.state.mapped import MappedVectors, is_on_disk
-from atoll.optim.state.outer_state import DIGEST_BYTES, OuterState
+from atoll.optim.state.outer_state import OuterState
 
 log = logging.getLogger(__name__)
 
@@ -465,7 +472,8 @@ async def _open_log(
 ) -> LogParts:
     """Open a log, or begin it; the history of the run is that of a dense run's log."""
     had_log = files.has_log
-    core, damage = await asyncio.to_thread(_resume, spec, keys, files, genesis)
+    first = await asyncio.to_thread(_first_state, files, genesis)
+    core, damage = await asyncio.to_thread(_resume, spec, keys, files, first)
     replica = LiveReplica(core, compute=asyncio.to_thread)
     stack.push_async_callback(replica.close)  # after all that reads it
     if files.module:
@@ -484,31 +492,29 @@ async def _open_log(
         history=history,
         checkpoints=files.checkpoints,
         signer=signer,
+        first=first,
         damage=damage,
     )
 
 
+def _first_state(files: LogFiles, genesis: Genesis) -> FirstState:
+    try:
+        return FirstState(partial(genesis, files.module), files.file(ROOT_FILE))
+    except RootDamaged:
+        raise WrongDirectory(f"{files.file(ROOT_FILE)}: {_DAMAGED}") from None
+
+
 def _resume(
-    spec: RunSpec, keys: RunKeys, files: LogFiles, genesis: Genesis
+    spec: RunSpec, keys: RunKeys, files: LogFiles, first: FirstState
 ) -> tuple[Replica, Damage]:
-    make = partial(genesis, files.module)
-    first, root = _genesis_root(make, files.file("genesis.root"))
     identifier = log_id(files.run_id, files.module)
-    chain = genesis_chain(identifier, root)
+    chain = genesis_chain(identifier, first.root)
     store = LogStore(files.folder, run_id=identifier, genesis_chain=chain, fsync=True)
     verify_run = partial(verify_key, keys.run_public_key)
     try:
         is_logged = spec.method().reduction != "pairs"  # else snapshots have roots for chains
         damage = mend(store, verify_run=verify_run) if is_logged else Damage()
-        here = store.snapshot_positions()
-        # What the first state is made from may not be on a machine that restored the run.
-        begins_later = bool(here) and store.note(GENESIS_NOTE) is not None
-        if 0 not in here and not begins_later:
-            first = first if first is not None else _same_genesis(make, root)
-            store.save_snapshot(first, chain)
-        elif 0 in here and not reads_whole(store, 0):
-            _mend_genesis(store, make, root, damage)
-        first = None  # `resume` loads it again, with all its leaves checked
+        _expect_first(store, first, damage)
         module = Module(
             run_id=identifier,
             method=spec.method(),
@@ -535,6 +541,22 @@ def _resume(
         store.close()
         raise
     return replica, damage
+
+
+def _expect_first(store: LogStore, first: FirstState, damage: Damage) -> None:
+    """Begin a log, or see that its first state, if it is here, can be read; note what was not."""
+    here = store.snapshot_positions()
+    # What the first state is made from may not be on a machine that restored the run.
+    begins_later = bool(here) and store.note(ROOT_NOTE) is not None
+    try:
+        if 0 not in here and not begins_later:
+            first.put(store)
+        elif 0 in here and not reads_whole(store, 0):
+            found = first.mend(store)
+            damage.first_state = found.first_state
+            damage.snapshots += found.snapshots
+    except FirstStateLost as error:
+        raise WrongDirectory(str(error)) from None
 
 
 def _signer(
@@ -610,7 +632,7 @@ def _is_unused(state_dir: Path, modules: Sequence[str]) -> bool:
     """
     logs = [LogFiles(state_dir, b"", module) for module in modules]
     return all(
-        log.has_log == log.file("genesis.root").exists()
+        log.has_log == log.file(ROOT_FILE).exists()
         and read_signed(log.file(SIGNED_FILE))[0] == NONE_SIGNED
         for log in logs
     )
@@ -624,49 +646,10 @@ def _forget_start(state_dir: Path, modules: Sequence[str]) -> None:
         state_dir,
     )
     for files in (LogFiles(state_dir, b"", module) for module in modules):
-        files.file("genesis.root").unlink(missing_ok=True)  # first: the rest follows from it
+        files.file(ROOT_FILE).unlink(missing_ok=True)  # first: the rest follows from it
         shutil.rmtree(files.folder, ignore_errors=True)
         for leftover in state_dir.glob(f"{files.file('history.db').name}*"):
             leftover.unlink()
-
-
-def _genesis_root(make: Callable[[], OuterState], path: Path) -> tuple[OuterState | None, bytes]:
-    if path.exists():
-        return None, _read_root(path)
-    state = make()
-    write_private(path, state.root().hex().encode())
-    return state, state.root()
-
-
-def _read_root(path: Path) -> bytes:
-    with contextlib.suppress(ValueError):
-        root = bytes.fromhex(path.read_bytes().decode("ascii"))
-        if len(root) == DIGEST_BYTES:
-            return root
-    raise WrongDirectory(f"{path}: {_DAMAGED}")
-
-
-def _same_genesis(make: Callable[[], OuterState], root: bytes) -> OuterState:
-    state = make()
-    if state.root() != root:
-        raise WrongDirectory(
-            "the first state is not the one with which this run began: its start was interrupted "
-            "and the model has changed since; remove the directory and start again"
-        )
-    return state
-
-
-def _mend_genesis(
-    store: LogStore, make: Callable[[], OuterState], root: bytes, damage: Damage
-) -> None:
-    """Make the first state again, which the disk has spoiled; without it, a later one must do."""
-    try:
-        store.save_snapshot(_same_genesis(make, root), store.genesis_chain)
-        damage.first_state = True
-    except WrongDirectory:
-        if len(store.snapshot_positions()) == 1:
-            raise
-        damage.snapshots.append(0)
 
 
 def _tokenizer(spec: RunSpec, read: Callable[[], bytes] | None, path: Path) -> bytes:

@@ -320,7 +320,7 @@ class Scrub:
             return
         except StoreCorrupt:
             self.damaged_snapshots.append(position)
-            if position:  # what the first state is made from may be gone; a start makes it again
+            if position:  # the first state is made again by its owner, or kept if that fails
                 self._store.drop_snapshots([position])
 
 

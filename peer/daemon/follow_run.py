@@ -15,6 +15,7 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from atoll.coordinator.catching_up import Lag
+from atoll.coordinator.first_state import ROOT_FILE
 from atoll.coordinator.history import History
 from atoll.coordinator.rpc.client import Joined
 from atoll.coordinator.rpc.client_errors import CoordinatorError, Evicted
@@ -78,7 +79,7 @@ class FollowRun(LogRun):
         env, folder = self._env, self._folder
         replace_private(folder.root / "spec.json", env.spec.canonical())
         root = env.enrolment.membership.genesis_root
-        replace_private(folder.files(env.module).file("genesis.root"), root.hex().encode())
+        replace_private(folder.files(env.module).file(ROOT_FILE), root.hex().encode())
         history: History = await env.compute(folder.history, env.module)
         await env.compute(folder.begin_events)
         store, num_fragments = self.replica.store, len(self._replay.fragments)

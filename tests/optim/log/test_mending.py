@@ -108,7 +108,7 @@ def test_a_scrub_finds_what_has_rotted_piece_by_piece(log: Log) -> None:
     assert scrub.step(ALL) and store.take_damaged() == []
 
 
-def test_a_first_state_that_has_rotted_stays_for_the_next_start(log: Log) -> None:
+def test_a_first_state_that_has_rotted_stays_for_its_owner(log: Log) -> None:
     first = log.whole.store.snapshot(0)
     first.path.write_bytes(b"rotten" + first.path.read_bytes()[6:])
     scrub = Scrub(log.whole.store)

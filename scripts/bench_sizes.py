@@ -79,7 +79,9 @@ TINY = "1m"
 START_S = 120.0  # until the invite is written
 CHECKPOINTS = 2  # of a run, and kept
 WARM_ROUNDS = 3  # the first rounds include imports, the first state and measurements of the line
-POLL_S = 0.1
+POLL_S = 0.1  # at least: looking takes the kernel longer the larger a process is
+LOOKING = 0.25  # of the time is spent looking, at most
+STALL_S = 60.0  # a round of hundreds of millions of parameters on a few shared cores takes minutes
 FILES_S = 2.0  # libraries hardly change, and a look at all mappings takes 20 ms a process
 REPEATS = 9
 PIECE_PARAMS = "10000000,50000000"
@@ -227,8 +229,12 @@ def spec_of(size: str, options: argparse.Namespace) -> RunSpec:
         "run": {"name": "sizes", "rounds": options.rounds},
         "model": SIZES[size],
         "data": {"seq_len": 32},
-        # The least that a log may take, so that a short run fills it.
-        "round": {"min_peers": options.peers, "grace_s": 60.0, "stall_s": 10.0, "log_mb": 1},
+        "round": {
+            "min_peers": options.peers,
+            "grace_s": 60.0,
+            "stall_s": STALL_S,
+            "log_mb": 1,  # the least that a log may take, so that a short run fills it
+        },
         "coordinator": {"checkpoint_every": options.rounds // 2, "keep_checkpoints": CHECKPOINTS},
     }
     return RunSpec.from_dict(told | of_method | {"inner": inner | of_method["inner"]})
@@ -261,11 +267,13 @@ class Processes:
         )
         self.seen[name] = Process()
 
-    def sample(self) -> None:
-        """Look at every process that runs."""
+    def sample(self) -> float:
+        """Look at every process that runs; return the seconds that it took."""
+        began_s = time.monotonic()
         for name, process in self.running.items():
             if process.poll() is None:
                 self.seen[name].sample(process.pid)
+        return time.monotonic() - began_s
 
     def ended(self, name: str) -> bool:
         """Return whether a process has ended.
@@ -395,14 +403,14 @@ def watch(
             raise RuntimeError(
                 f"the run is not complete after {options.timeout:.0f} s; see the log"
             )
-        run.sample()
+        looked_s = run.sample()
         if time.monotonic() > asked_s + 1.0:
             asked_s = time.monotonic()
             with suppress(CoordinatorError):
                 status = look(Invite.decode(invite))
         while late and status is not None and status.position >= options.rounds // 3:
             late.pop()()
-        time.sleep(POLL_S)
+        time.sleep(max(POLL_S, looked_s / LOOKING))
     with suppress(CoordinatorError):
         status = look(Invite.decode(invite))
     if status is None:

@@ -225,15 +225,20 @@ class Booth:
     @property
     def retired(self) -> bool:
         """Return whether this process has voted for nothing here or further on, and never will."""
-        here = self.here == self.furthest
+        if self.here > self.furthest:
+            return self._retiring
         has_signed = self.acceptor.accepted is not None or self.acceptor.locked is not None
-        return self._retiring and here and not has_signed
+        return self._retiring and self.here == self.furthest and not has_signed
 
     def turn(self, place: Place, electorate: Sequence[Elector], first_term: int = 0) -> bool:
-        """Stand at `place`, which begins with a term; whether it is another place than before."""
-        moved = place != self.here
+        """Stand at `place`, which begins with a term; whether anything here has begun anew.
+
+        Without electors nobody votes at `place`: a replica stands there between the news of an
+        epoch and its way to the base, which may be further back.
+        """
+        moved = place != self.here or bool(electorate) != bool(self._electorate)
         self.here, self._electorate = place, tuple(electorate)
-        if place > self.furthest:
+        if electorate and place > self.furthest:
             self.furthest, self.acceptor = place, Acceptor()
             self.acceptor.promised = first_term * TERM
         return moved
@@ -259,7 +264,7 @@ class Booth:
                 RefusalCode.ELSEWHERE,
                 f"expected (epoch, position) {tuple(self.here)}, got {tuple(place)}",
             )
-        if self.here != self.furthest:
+        if self.here < self.furthest:
             raise Refused(
                 RefusalCode.LEFT,
                 f"already voted at {tuple(self.furthest)}; refusing older position {tuple(place)}",

@@ -363,9 +363,11 @@ class Voter:
     def _turn(self) -> None:
         replica = self._ctx.replica
         place, before = Place(replica.epoch, replica.position), self._booth.here
-        if place > self._booth.furthest:  # what was voted for there is still named after a detour
+        furthest = self._booth.furthest
+        moved = self._booth.turn(place, replica.electorate, replica.first_term)
+        if self._booth.furthest != furthest:  # else what was voted for is named after a detour
             self._reports = self._locked_reports = ()
-        if self._booth.turn(place, replica.electorate, replica.first_term):
+        if moved:
             self._verified.clear()
             self._turns = Turns(
                 replica.electorate,

@@ -279,6 +279,7 @@ def test_a_replica_beyond_the_base_of_a_new_epoch_rewinds(tmp_path):
             peer.kill()
         record = signed_epoch(2, 4, base.previous_chain, [ahead.ctx.me])
         assert not await ahead.replica.adopt(record)
+        assert ahead.rounds.voter.term == 0  # it looks where it stands: beyond the base still
         await ahead.catch_up()
         assert (ahead.replica.position, ahead.replica.chain) == (4, base.previous_chain)
         await swarm.until(lambda: ahead.replica.position >= 6)

@@ -90,6 +90,31 @@ def test_a_booth_votes_no_more_where_it_was_before():
     booth.accept(leads(3, 0).peer_id, Place(2, 3), 0, b"entry")
 
 
+def test_a_booth_on_its_way_back_to_the_base_of_an_epoch_votes_there():
+    booth = Booth(ME)
+    booth.turn(HERE, (ME, OTHER))
+    booth.accept(leads(4, 0).peer_id, HERE, 0, b"entry")
+    booth.turn(NEXT, (ME, OTHER))
+    beyond, base = Place(2, 5), Place(2, 4)
+    booth.turn(beyond, ())  # the entry before it is void in this epoch
+    assert refusal(booth.prepare, leads(5, TERM).peer_id, beyond, TERM) == RefusalCode.NO_ELECTOR
+    assert booth.promised == 0
+    assert booth.turn(base, (ME, OTHER))
+    booth.accept(leads(4, 0).peer_id, base, 0, b"another")
+    booth.turn(beyond, (ME, OTHER))
+    booth.accept(leads(5, 0).peer_id, beyond, 0, b"its successor")
+
+
+def test_electors_that_come_to_a_booth_where_it_stands_begin_it():
+    booth = Booth(ME)
+    booth.turn(HERE, ())
+    booth.retire()
+    assert booth.retired
+    assert booth.turn(HERE, (ME, OTHER), first_term=1)
+    assert booth.promised == TERM
+    assert not booth.turn(HERE, (OTHER, ME))
+
+
 def test_who_retires_votes_for_nothing_new_and_says_so_when_that_holds():
     booth = Booth(ME)
     booth.turn(HERE, (ME, OTHER))

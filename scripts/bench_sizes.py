@@ -411,11 +411,23 @@ def watch(
         while late and status is not None and status.position >= options.rounds // 3:
             late.pop()()
         time.sleep(max(POLL_S, looked_s / LOOKING))
-    with suppress(CoordinatorError):
-        status = look(Invite.decode(invite))
-    if status is None:
-        raise RuntimeError("the coordinator never told the run's status; see the log")
-    return status
+    return last_status(Invite.decode(invite), options.rounds)
+
+
+def last_status(invite: Invite, rounds: int) -> RunStatus:
+    """Return the status with all rounds; a coordinator may still apply the last one.
+
+    Raises:
+        RuntimeError: it does not come.
+    """
+    deadline_s = time.monotonic() + START_S
+    while time.monotonic() < deadline_s:
+        with suppress(CoordinatorError):
+            status = look(invite)
+            if status.position >= rounds and status.history[-1].position >= rounds:
+                return status
+        time.sleep(1.0)
+    raise RuntimeError("the coordinator did not tell of all rounds; see the log")
 
 
 def folder_bytes(folder: Path) -> int:
@@ -644,6 +656,9 @@ def main() -> int:
     sizes = options.sizes.split(",")
     if unknown := [size for size in sizes if size not in SIZES]:
         print(f"bench: unknown sizes {unknown}; choose from {', '.join(SIZES)}", file=sys.stderr)
+        return 2
+    if options.rounds <= WARM_ROUNDS:
+        print(f"bench: the first {WARM_ROUNDS} rounds do not count; pass more", file=sys.stderr)
         return 2
     if options.pieces:
         print("\n".join(piece_table(all_pieces(options.pieces, options))))

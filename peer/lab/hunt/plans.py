@@ -162,6 +162,8 @@ def draw(seed: int, *, minutes: float | None = None) -> RunPlan:
     copies = copying.random() < 1 / 3
     if copies:
         faults += _faults(copying, COPIES, since_s, lasts_s, copying.choice([20.0, 60.0]))
+    # Large models: going back, or to a snapshot, takes long enough for others to look meanwhile.
+    slow_job_s = random.Random(f"jobs {seed}").choice([0.0, 0.0, 0.0, 0.0, 4.0])
     return RunPlan(
         seed=seed,
         method=method,
@@ -171,7 +173,7 @@ def draw(seed: int, *, minutes: float | None = None) -> RunPlan:
         step_s=step_s,
         latency_s=chance.choice([0.002, 0.025, 0.15]),
         jitter_s=chance.choice([0.0, 0.01, 0.1]),
-        longest_job_s=chance.choice([0.001, 0.05, 0.4]),
+        longest_job_s=max(slow_job_s, chance.choice([0.001, 0.05, 0.4])),
         admission_hours=chance.choice([0.01, 168.0]),
         snapshot_every=chance.choice([2, 4]),
         lasts_s=lasts_s,

@@ -55,7 +55,7 @@ BEHIND: tuple[Behind, ...] = (
     "restricted",
 )
 SLOW_RATE, SLOW_DELAY_MS, SLOW_LOSS = 0.1, 100.0, 0.01
-METHOD = "diloco(tau=2)"
+METHOD = "diloco(tau=4)"
 MEMORY_EVERY_S = 5.0
 EVAL_TOKENS = 32_768
 # In which everything that a killed or ended process started has to end: a network process whose
@@ -91,7 +91,7 @@ class Chaos(Case):
                 "data": {"source": "stdlib", "seq_len": SEQ_LEN},
                 "inner": {"batch_size": BATCH, "warmup_steps": 8},
                 # Windows end together, also those of a peer that was away; and all train on for
-                # two steps while a round waits for a peer that does not answer.
+                # four steps, 2 s, while a round waits for a slow link or one that does not answer.
                 "outer": {
                     "method": METHOD,
                     "inner_steps": INNER_STEPS,

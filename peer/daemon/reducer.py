@@ -348,6 +348,13 @@ class Offered:
     encoding: Future[OfferedWindow]
     deadline_s: float
     """Time until which `wait` waits for it, on the monotonic clock."""
+    hidden_until_s: float = math.inf
+    """The same for a trainer that is in step and whose rounds are hidden; set at the first wait."""
+
+    @property
+    def until_s(self) -> float:
+        """Time until which `wait` waits for it, whatever the reason."""
+        return min(self.deadline_s, self.hidden_until_s)
 
     @property
     def offer(self) -> Offer:
@@ -410,11 +417,14 @@ class NetworkReducer(RunReducer):
         decisions: Decisions,
         *,
         patience_s: float,
+        hidden_s: float = math.inf,
         company: Company | None = None,
     ) -> None:
         """Wait at most `patience_s` for one decision; past that the trainer continues.
 
-        A trainer that waits for `company` offers nothing, and does not continue.
+        One whose rounds are hidden, and whose last window counted, waits `hidden_s` at most: it
+        loses nothing if it trains on. A trainer that waits for `company` offers nothing, and does
+        not continue.
         """
         replay = ctx.replay
         super().__init__(
@@ -427,7 +437,7 @@ class NetworkReducer(RunReducer):
         self._ctx = ctx
         self._rounds = rounds
         self._decisions = decisions
-        self._patience_s = patience_s
+        self._patience_s, self._hidden_s = patience_s, hidden_s
         self._company = company
         self._replica = ctx.replica
         self._replay = replay
@@ -607,21 +617,29 @@ class NetworkReducer(RunReducer):
     def _await_decision_of(self, on_offer: set[int]) -> None:
         while on_offer <= set(self._offers) and not self.stopping.is_set() and not self.finished:
             self._decisions.expect_none_failed()
-            offered = self._offers.get(self._replay.fragment_at(self.position))
+            fragment = self._replay.fragment_at(self.position)
+            offered = self._offers.get(fragment)
             if offered is None:
                 return  # the fragment whose turn it is has nothing on offer here
             if offered.encoding.done():
                 offered.encoding.result()
-            is_alone = self._company is not None and self._company.is_alone
-            if is_alone or self.progress.ahead().is_paused:
-                offered = replace(offered, deadline_s=time.monotonic() + self._patience_s)
-                self._offers[self._replay.fragment_at(self.position)] = offered
-            left_s = offered.deadline_s - time.monotonic()
+            self._offers[fragment] = offered = self._waited_for(offered)
+            left_s = offered.until_s - time.monotonic()
             if left_s <= 0:
                 return
             decided = self._decisions.next(timeout_s=min(left_s, STOP_POLL_S))
             if decided is not None:
                 self._take(decided)
+
+    def _waited_for(self, offered: Offered) -> Offered:
+        """Return a contribution with the times until which it is waited for from now on."""
+        now_s = time.monotonic()
+        is_alone = self._company is not None and self._company.is_alone
+        if is_alone or self.progress.ahead().is_paused:
+            return replace(offered, deadline_s=now_s + self._patience_s, hidden_until_s=math.inf)
+        if self._hides and self._in_step and offered.hidden_until_s == math.inf:
+            return replace(offered, hidden_until_s=now_s + self._hidden_s)
+        return offered
 
     def state_dict(self) -> dict[str, Any]:
         """Return the residuals, and the position of the log at which they were taken."""

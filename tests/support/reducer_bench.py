@@ -107,7 +107,15 @@ class Bench:
     """A reducer, its loop, and what it told both sides."""
 
     def __init__(
-        self, folder, *, position=0, patience_s=30.0, spec=SPEC, layout=LAYOUT, company=None
+        self,
+        folder,
+        *,
+        position=0,
+        patience_s=30.0,
+        hidden_s=30.0,
+        spec=SPEC,
+        layout=LAYOUT,
+        company=None,
     ):
         self.folder, self.layout = folder, layout
         self.store = LogStore(folder, run_id=bytes(32), genesis_chain=bytes(32))
@@ -140,6 +148,7 @@ class Bench:
             ),
             self.decisions,
             patience_s=patience_s,
+            hidden_s=hidden_s,
             company=company,
         )
         self.thread.value = self._peer()

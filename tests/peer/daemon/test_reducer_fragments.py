@@ -1,8 +1,10 @@
 """The networked reducer where a model moves in fragments: whose turn it is, and what each keeps."""
 
 import threading
+import time
 
 from atoll.coordinator.run.spec import RunSpec
+from atoll.optim.log.orders import RunSettings
 from atoll.optim.log.replica import Applied
 from atoll.optim.state.layout import CELL, Layout
 from support.reducer_bench import ME, OTHER, contribution, decided, of_fragment, state
@@ -124,3 +126,45 @@ def test_who_hides_its_rounds_waits_until_it_is_in_step(bench):
     assert submit(3, ME, OTHER)
     assert not submit(4, ME, OTHER)
     assert [commit.position for commit in each.commits] == [1, 2, 3, 4, 5]
+
+
+def in_step(each):
+    """Let a first window count."""
+    each.start()
+    answer = decided(0, ME, OTHER, settles=1, included=[True, True])
+    threading.Timer(0.05, each.deliver, [answer]).start()
+    each.reducer.submit(contribution(0))
+    each.reducer.wait()
+    return each
+
+
+def test_who_hides_its_rounds_and_is_cut_off_trains_on(bench):
+    each = in_step(bench(spec=HIDDEN, hidden_s=0.05))
+    each.reducer.submit(contribution(1))
+    each.reducer.wait()  # 30 s for others
+    until_s = each.reducer._offers[0].until_s
+    each.reducer.wait()  # as after each of the steps that follow
+    assert each.reducer._offers[0].until_s == until_s < time.monotonic()
+    each.deliver(decided(1, OTHER, settles=2))
+    each.reducer.wait()
+    assert [commit.counts for commit in each.commits] == [True, False]
+    late = threading.Thread(target=each.reducer.submit, args=[contribution(2)])
+    late.start()
+    late.join(0.3)
+    assert late.is_alive()  # left out: it waits until it is in step
+    each.deliver(decided(2, ME, settles=3, included=[True, True]))
+    late.join(10)
+    assert [commit.counts for commit in each.commits] == [True, False, True]
+
+
+def test_who_hides_its_rounds_waits_in_a_pause(bench):
+    each = in_step(bench(spec=HIDDEN, hidden_s=0.05))
+    each.replica.settings = RunSettings(number=1, is_paused=True)
+    each.reducer.submit(contribution(1))
+    waiting = threading.Thread(target=each.reducer.wait)
+    waiting.start()
+    waiting.join(0.3)
+    assert waiting.is_alive()
+    each.deliver(decided(1, ME, settles=2, included=[True, True]))
+    waiting.join(10)
+    assert [commit.counts for commit in each.commits] == [True, True]

@@ -6,13 +6,17 @@ has to be gathered first; a pass of arithmetic takes 8.
 
 Memory is free again when the last tensor, array or memoryview of it is gone, whoever held it. What
 waits to be used again is bounded in bytes, by a multiple of the longest vector: what does not fit
-goes back to the system, the length that was not asked for longest first.
+goes back to the system, the length that was not asked for longest first. Once a window most of it
+goes back, and what the heap keeps free (`trim`), unless windows are so short that fresh pages would
+cost them more than memory is worth.
 """
 
 from __future__ import annotations
 
 import ctypes
+import math
 import mmap
+import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -24,14 +28,20 @@ from torch import Tensor
 
 LONG = 1 << 20  # values: shorter vectors come from the heap, which is warm anyway
 LINE = 16  # values of a cache line: with AVX-512, each access to others would touch two lines
-# Longest vectors. A round frees two, the old parameters and the old residual, and the next one
-# wants them at different times: with both kept, the peak was 4 bytes a parameter higher.
+# Longest vectors, after a trim. A round frees two, the old parameters and the old residual, and the
+# next one wants them at different times: with both kept, the peak is 4 bytes a parameter higher.
 SPARE = 1.0
+KEPT = 4.0  # the same between two trims
+# What was given back takes 3.5 ns a value to get again, measured at 30.8M: one vector, and what the
+# heap had. With windows of 0.7 s that was a quarter of all processor time. It may be a twentieth,
+# and it delays one of many windows if these are short.
+TRIM_EVERY_NS_PER_VALUE, TRIM_EVERY_NS = 3.5 / 0.05, 5e9
 
 _trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
 _spare: dict[int, deque[np.ndarray]] = {}
 """by length, the length that was asked for last at the end"""
 _longest = 0
+_trimmed_ns = -math.inf
 _keeps = True
 """whether anything waits to be used again"""
 
@@ -140,7 +150,12 @@ def _keep(memory: np.ndarray, came_from: Callable[[int], np.ndarray]) -> None:
     if came_from is not _memory or not _keeps:
         return
     _spare.setdefault(memory.size, deque()).append(memory)
-    excess = spare_bytes() - SPARE * 4 * _longest
+    _give_back(KEPT)
+
+
+def _give_back(kept: float) -> None:
+    """Give back what exceeds so many longest vectors."""
+    excess = spare_bytes() - kept * 4 * _longest
     for length in list(_spare):
         while excess > 0:
             try:
@@ -170,13 +185,24 @@ def release() -> None:
 
 
 def trim(numel: int) -> None:
-    """Give pages that the heap keeps free back to the system, for a model of so many values.
+    """Give what waits back to the system, but for a vector, and the heap's free pages.
 
-    Activations, gradients, frames and messages leave them between smaller things: 8 bytes a
+    Activations, gradients, frames and messages leave those between smaller things: 8 bytes a
     parameter, measured at 30.9M. It takes 0.4 ms a megabyte, in which other threads may wait for
-    the heap. glibc alone can do this.
+    the heap, so it is left out if the last time was a short while ago. glibc alone has free pages
+    to give back.
+
+    Args:
+        numel: values of the model.
     """
-    if numel >= LONG and _trim is not None:
+    global _trimmed_ns
+    now_ns = time.monotonic_ns()
+    every_ns = max(TRIM_EVERY_NS, TRIM_EVERY_NS_PER_VALUE * numel)
+    if numel < LONG or now_ns < _trimmed_ns + every_ns:
+        return
+    _trimmed_ns = now_ns
+    _give_back(SPARE)
+    if _trim is not None:
         _trim(0)
 
 

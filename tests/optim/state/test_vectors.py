@@ -1,4 +1,5 @@
 import gc
+import math
 import weakref
 
 import numpy as np
@@ -39,19 +40,45 @@ def test_memory_that_a_view_holds_is_not_given_out():
     assert at in [vectors.empty(N).data_ptr(), *[address(N) for _ in others]]
 
 
-def test_spare_memory_is_bounded_in_bytes(monkeypatch):
-    monkeypatch.setattr(vectors, "_spare", {})
-    monkeypatch.setattr(vectors, "_longest", 0)
+@pytest.fixture
+def nothing_kept(monkeypatch):
+    for name, value in (("_spare", {}), ("_longest", 0), ("_trimmed_ns", -math.inf)):
+        monkeypatch.setattr(vectors, name, value)
+
+
+def test_spare_memory_is_bounded_in_bytes(nothing_kept):
     for numel in (N, 3 * N, N // 2 + vectors.LONG // 2):
-        held = [vectors.empty(numel) for _ in range(8)]
+        held = [vectors.empty(numel) for _ in range(9)]
         del held
         longest = max(numel, vectors._longest)
-        assert 0 < vectors.spare_bytes() <= vectors.SPARE * 4 * longest
+        assert 0 < vectors.spare_bytes() <= vectors.KEPT * 4 * longest
 
 
-def test_a_process_that_keeps_none_gives_memory_back_at_once(monkeypatch):
-    for name, value in (("_spare", {}), ("_longest", 0)):
-        monkeypatch.setattr(vectors, name, value)
+def test_a_window_gives_back_all_but_a_vector(nothing_kept):
+    held = [vectors.empty(N) for _ in range(5)]
+    del held
+    vectors.trim(vectors.LONG - 1)  # of a small model
+    assert vectors.spare_bytes() == vectors.KEPT * 4 * N_LONG
+    vectors.trim(N)
+    assert vectors.spare_bytes() == vectors.SPARE * 4 * N_LONG
+
+
+def test_short_windows_keep_what_they_need_again(nothing_kept, monkeypatch):
+    now_s = 1000.0
+    monkeypatch.setattr(vectors.time, "monotonic_ns", lambda: int(now_s * 1e9))
+    for numel, every_s in ((N, 5.0), (10**9, 70.0)):
+        vectors._trimmed_ns = -math.inf
+        vectors.trim(numel)
+        for passed_s, kept in ((0.9 * every_s, vectors.KEPT), (1.1 * every_s, vectors.SPARE)):
+            held = [vectors.empty(N) for _ in range(5)]
+            del held
+            now_s = 1000.0 + passed_s
+            vectors.trim(numel)
+            assert vectors.spare_bytes() == kept * 4 * N_LONG
+        now_s = 1000.0
+
+
+def test_a_process_that_keeps_none_gives_memory_back_at_once(nothing_kept):
     held = vectors.empty(N)
     del held
     assert vectors.spare_bytes() > 0
@@ -62,14 +89,13 @@ def test_a_process_that_keeps_none_gives_memory_back_at_once(monkeypatch):
     assert vectors.spare_bytes() == 0
 
 
-def test_the_length_that_nobody_asks_for_goes_back_to_the_system(monkeypatch):
-    monkeypatch.setattr(vectors, "_spare", {})
-    monkeypatch.setattr(vectors, "_longest", 0)
+def test_the_length_that_nobody_asks_for_goes_back_to_the_system(nothing_kept):
     longer = 4 * vectors.LONG
     # Room is for one of the longest, or two of the shorter ones.
     for numel, expected in ((3 * N, {longer: 1}), (N, {longer: 0, N_LONG: 2})):
         held = [vectors.empty(numel) for _ in range(5)]
         del held
+        vectors._give_back(vectors.SPARE)
         assert {length: len(kept) for length, kept in vectors._spare.items()} == expected
 
 

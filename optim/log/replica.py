@@ -632,6 +632,7 @@ class Replica(ReplicaView):
         self._verify_run = verify_run
         self._clock = clock
         self._roots: dict[int, bytes] = {}
+        self._room = vectors.OnceAWindow()
         self._snapshot_due_s = 0.0
         if module.method.logged:
             module.replay.codec_in_force = lambda: self.settings.codec
@@ -852,7 +853,7 @@ class Replica(ReplicaView):
             self.due = self._due(after) or self.due
         self.standing = after
         if self.is_ledger:
-            vectors.trim(self.layout.numel)  # of messages that brought bodies
+            self._room.trim(self.layout.numel)  # of messages that brought bodies
         return update_F
 
     def open_order(self, signed: bytes, key: bytes | None) -> Order:

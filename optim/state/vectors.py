@@ -7,8 +7,8 @@ has to be gathered first; a pass of arithmetic takes 8.
 Memory is free again when the last tensor, array or memoryview of it is gone, whoever held it. What
 waits to be used again is bounded in bytes, by a multiple of the longest vector: what does not fit
 goes back to the system, the length that was not asked for longest first. Once a window most of it
-goes back, and what the heap keeps free (`trim`), unless windows are so short that fresh pages would
-cost them more than memory is worth.
+goes back, and what the heap keeps free (`OnceAWindow`), unless windows are so short that fresh
+pages would cost them more than memory is worth.
 """
 
 from __future__ import annotations
@@ -32,16 +32,14 @@ LINE = 16  # values of a cache line: with AVX-512, each access to others would t
 # next one wants them at different times: with both kept, the peak is 4 bytes a parameter higher.
 SPARE = 1.0
 KEPT = 4.0  # the same between two trims
-# What was given back takes 3.5 ns a value to get again, measured at 30.8M: one vector, and what the
-# heap had. With windows of 0.7 s that was a quarter of all processor time. It may be a twentieth,
-# and it delays one of many windows if these are short.
-TRIM_EVERY_NS_PER_VALUE, TRIM_EVERY_NS = 3.5 / 0.05, 5e9
+# What was given back takes up to 10 ns a value to get again, measured at 30.8M: three vectors, and
+# what the heap had. With windows of 0.7 s that was a third of all processor time.
+LEAST_WINDOW_S, LEAST_WINDOW_NS_PER_VALUE = 5.0, 70
 
 _trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
 _spare: dict[int, deque[np.ndarray]] = {}
 """by length, the length that was asked for last at the end"""
 _longest = 0
-_trimmed_ns = -math.inf
 _keeps = True
 """whether anything waits to be used again"""
 
@@ -189,21 +187,34 @@ def trim(numel: int) -> None:
 
     Activations, gradients, frames and messages leave those between smaller things: 8 bytes a
     parameter, measured at 30.9M. It takes 0.4 ms a megabyte, in which other threads may wait for
-    the heap, so it is left out if the last time was a short while ago. glibc alone has free pages
-    to give back.
+    the heap. glibc alone has free pages to give back.
 
     Args:
         numel: values of the model.
     """
-    global _trimmed_ns
-    now_ns = time.monotonic_ns()
-    every_ns = max(TRIM_EVERY_NS, TRIM_EVERY_NS_PER_VALUE * numel)
-    if numel < LONG or now_ns < _trimmed_ns + every_ns:
+    if numel < LONG:
         return
-    _trimmed_ns = now_ns
     _give_back(SPARE)
     if _trim is not None:
         _trim(0)
+
+
+class OnceAWindow:
+    """Trims when it is called, unless the last call was so recent that fresh pages would cost more.
+
+    One for each place that is passed once a window.
+    """
+
+    def __init__(self) -> None:
+        """Trim at the first call."""
+        self._called_s = -math.inf
+
+    def trim(self, numel: int) -> None:
+        """Trim for a model of so many values, if this window was long enough."""
+        now_s = time.monotonic()
+        window_s, self._called_s = now_s - self._called_s, now_s
+        if window_s >= max(LEAST_WINDOW_S, 1e-9 * LEAST_WINDOW_NS_PER_VALUE * numel):
+            trim(numel)
 
 
 def spare_bytes() -> int:

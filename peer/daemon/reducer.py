@@ -444,6 +444,7 @@ class NetworkReducer(RunReducer):
         self._residuals: list[Residual] = [
             replay.residual(fragment) for fragment in range(len(replay.fragments))
         ]
+        self._room = vectors.OnceAWindow()
         self._offers: dict[int, Offered] = {}
         """Contributions on offer, by fragment."""
         self._encoder = background_threads(1, "atoll-encode")
@@ -556,7 +557,7 @@ class NetworkReducer(RunReducer):
         self, contribution: Contribution, weight: float, number: int, codec: str | None
     ) -> OfferedWindow:
         started = time.perf_counter()
-        vectors.trim(self._replay.layout.numel)
+        self._room.trim(self._replay.layout.numel)
         offer = self._residuals[contribution.fragment].offer(contribution.delta, weight)
         self.progress.encode_s = time.perf_counter() - started
         return OfferedWindow(

@@ -215,6 +215,7 @@ class Trainer:
         self._common_steps = 0
         """H of the open window by the run's plan and orders"""
         self._times = TimeInRun()
+        self._room = vectors.OnceAWindow()
         self._began_s: float | None = None
         self._before = WorkerStatistics()
         """of the worker when this process began: it resumes with those of earlier ones"""
@@ -847,7 +848,7 @@ class Trainer:
         waits = self.worker.delay == 0 and self.worker.inner_steps > 1
         if waits and isinstance(self.learner, Learner):  # a stage computes on meanwhile
             self.learner.clear()
-            vectors.trim(self.worker.layout.numel)
+            self._room.trim(self.worker.layout.numel)
 
     def _announce_window_end(self) -> None:
         last = self.worker.steps_left == 1

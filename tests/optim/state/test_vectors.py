@@ -1,5 +1,4 @@
 import gc
-import math
 import weakref
 
 import numpy as np
@@ -42,7 +41,7 @@ def test_memory_that_a_view_holds_is_not_given_out():
 
 @pytest.fixture
 def nothing_kept(monkeypatch):
-    for name, value in (("_spare", {}), ("_longest", 0), ("_trimmed_ns", -math.inf)):
+    for name, value in (("_spare", {}), ("_longest", 0)):
         monkeypatch.setattr(vectors, name, value)
 
 
@@ -65,17 +64,17 @@ def test_a_window_gives_back_all_but_a_vector(nothing_kept):
 
 def test_short_windows_keep_what_they_need_again(nothing_kept, monkeypatch):
     now_s = 1000.0
-    monkeypatch.setattr(vectors.time, "monotonic_ns", lambda: int(now_s * 1e9))
-    for numel, every_s in ((N, 5.0), (10**9, 70.0)):
-        vectors._trimmed_ns = -math.inf
-        vectors.trim(numel)
-        for passed_s, kept in ((0.9 * every_s, vectors.KEPT), (1.1 * every_s, vectors.SPARE)):
+    monkeypatch.setattr(vectors.time, "monotonic", lambda: now_s)
+    for numel, least_s in ((N, 5.0), (10**9, 70.0)):
+        once = vectors.OnceAWindow()
+        kept = []
+        for window_s in (0.0, 0.9 * least_s, 0.9 * least_s, 1.1 * least_s):
+            now_s += window_s
             held = [vectors.empty(N) for _ in range(5)]
             del held
-            now_s = 1000.0 + passed_s
-            vectors.trim(numel)
-            assert vectors.spare_bytes() == kept * 4 * N_LONG
-        now_s = 1000.0
+            once.trim(numel)
+            kept.append(vectors.spare_bytes() / (4 * N_LONG))
+        assert kept == [vectors.SPARE, vectors.KEPT, vectors.KEPT, vectors.SPARE]
 
 
 def test_a_process_that_keeps_none_gives_memory_back_at_once(nothing_kept):

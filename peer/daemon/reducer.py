@@ -364,14 +364,25 @@ class Decisions:
     """Decisions of the loop that the trainer has not taken yet, in the order of the log."""
 
     def __init__(self) -> None:
-        """Start empty."""
+        """Start empty, without a trainer."""
         self.failure: Exception | None = None
         """Reason why this peer can take part in nothing more, such as a full disk."""
         self._queue: queue.SimpleQueue[Settled | Reset] = queue.SimpleQueue()
+        self._has_taker = False
+
+    def subscribe(self) -> None:
+        """Begin anew for a trainer that takes the state of this moment; called in the loop."""
+        self.take_all()
+        self._has_taker = True
 
     def put(self, decided: Settled | Reset) -> None:
-        """Hand something to the trainer; called in the loop."""
-        self._queue.put(decided)
+        """Hand something to the trainer; called in the loop.
+
+        Before there is one nothing is kept: each decision holds parameters, so a recovery would
+        take 4 bytes a parameter more with each entry, until a trainer begins behind all of them.
+        """
+        if self._has_taker:
+            self._queue.put(decided)
 
     def fail(self, error: Exception) -> None:
         """End the trainer with an error; called in the loop."""
@@ -700,7 +711,7 @@ class NetworkReducer(RunReducer):
         self._joining = set(range(len(self._residuals))) if state.position else set()
 
     def _subscribe(self) -> tuple[OuterState, Course]:
-        self._decisions.take_all()
+        self._decisions.subscribe()
         return self._here()
 
     def _here(self) -> tuple[OuterState, Course]:

@@ -5,6 +5,7 @@ import math
 import threading
 import time
 import types
+import weakref
 
 import pytest
 import torch
@@ -472,6 +473,19 @@ def test_a_log_that_does_not_reach_back_is_no_proof(bench):
     after.start()
     after.reducer.load_state_dict(before.reducer.state_dict())
     assert after.commits[-1].reset
+
+
+def test_states_that_are_decided_before_a_trainer_starts_are_not_kept(bench):
+    """A recovery of many entries would hold the parameters of each of them."""
+    each, settled = bench(), decided(0, OTHER)
+    held = weakref.ref(settled.applied.state)
+    each.deliver(settled)
+    del settled
+    assert held() is None
+    each.start()
+    each.deliver(decided(1, OTHER))
+    each.reducer.wait()
+    assert [commit.position for commit in each.commits] == [2]
 
 
 def test_progress_of_a_loop_of_ones_own(bench):

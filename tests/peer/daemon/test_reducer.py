@@ -5,7 +5,6 @@ import math
 import threading
 import time
 import types
-import weakref
 
 import pytest
 import torch
@@ -21,7 +20,8 @@ from atoll.optim.state import layout as cuts
 from atoll.optim.state.layout import CELL, Layout, LayoutError
 from atoll.optim.state.outer_state import OuterState
 from atoll.peer.daemon import reducer, views
-from atoll.peer.daemon.reducer import FAR_BEHIND, Reset
+from atoll.peer.daemon.decisions import Reset
+from atoll.peer.daemon.reducer import FAR_BEHIND
 from atoll.peer.rounds.engine import Settled
 from support.reducer_bench import (
     LAYOUT,
@@ -473,19 +473,6 @@ def test_a_log_that_does_not_reach_back_is_no_proof(bench):
     after.start()
     after.reducer.load_state_dict(before.reducer.state_dict())
     assert after.commits[-1].reset
-
-
-def test_states_that_are_decided_before_a_trainer_starts_are_not_kept(bench):
-    """A recovery of many entries would hold the parameters of each of them."""
-    each, settled = bench(), decided(0, OTHER)
-    held = weakref.ref(settled.applied.state)
-    each.deliver(settled)
-    del settled
-    assert held() is None
-    each.start()
-    each.deliver(decided(1, OTHER))
-    each.reducer.wait()
-    assert [commit.position for commit in each.commits] == [2]
 
 
 def test_progress_of_a_loop_of_ones_own(bench):

@@ -776,7 +776,7 @@ def test_a_state_that_is_read_is_not_overwritten(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("is_ledger", [True, False])
-def test_beside_a_state_that_is_read_the_next_one_takes_the_update_s_memory(
+def test_beside_a_state_that_is_read_the_next_takes_the_update(
     tmp_path: Path, is_ledger: bool
 ) -> None:
     replica, swarm = open_replica(tmp_path, KEYS, is_ledger=is_ledger), kit.Swarm()

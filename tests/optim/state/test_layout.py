@@ -39,7 +39,7 @@ def test_flatten_and_load_are_inverse():
 
 
 @pytest.mark.parametrize("name", ["torch.distributed.tensor", "torch.distributed.fsdp"])
-def test_a_model_is_read_while_another_thread_imports_what_cuts_models(monkeypatch, name):
+def test_a_model_is_read_while_a_thread_imports_what_cuts_models(monkeypatch, name):
     """A peer imports it ahead, and builds the first state of its run meanwhile."""
     monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
     model = Tied()

@@ -87,7 +87,7 @@ def test_a_peer_that_leaps_holds_two_states():
     assert keeps_it.peer_memory > keeps_it.recovery_memory == needs.recovery_memory + 4 * numel
 
 
-def test_a_peer_that_joins_has_as_many_bodies_as_a_recovery_fetches_ahead():
+def test_a_peer_that_joins_has_bodies_that_come_ahead():
     ahead = (recovery.BODIES_AHEAD, recovery.BODIES_AHEAD_BYTES)
     assert (BODIES_AHEAD, BODIES_AHEAD_BYTES) == ahead
     spec = spec_of("diloco(state=bf16)", "nano")

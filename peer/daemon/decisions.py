@@ -9,8 +9,10 @@ needs: none before it has begun, and of consecutive entries without its work the
 
 from __future__ import annotations
 
+import queue
 import threading
 from collections import deque
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from atoll.optim.reducer import AS_PLANNED, Course
@@ -36,24 +38,25 @@ class Decisions:
         self.failure: Exception | None = None
         """Reason why this peer can take part in nothing more, such as a full disk."""
         self._waiting: deque[Settled | Reset] = deque()
-        self._came = threading.Condition()
+        self._changing = threading.Lock()
+        self._came: queue.SimpleQueue[None] = queue.SimpleQueue()
+        """One for each that waits."""
         self._has_taker = False
 
     def subscribe(self) -> None:
         """Begin anew for a trainer that takes the state of this moment; called in the loop."""
-        with self._came:
-            self._waiting.clear()
-            self._has_taker = True
+        self.take_all()
+        self._has_taker = True
 
     def put(self, decided: Settled | Reset) -> None:
         """Hand something to the trainer, if there is one; called in the loop."""
-        with self._came:
-            if not self._has_taker:
-                return
+        if not self._has_taker:
+            return
+        with self._changing:
             if isinstance(decided, Settled):
                 self._lead_on_to(decided)
             self._waiting.append(decided)
-            self._came.notify()
+        self._came.put(None)
 
     def _lead_on_to(self, newest: Settled) -> None:
         """Let entries without this peer's work, one after another, lead to the newest parameters.
@@ -84,16 +87,22 @@ class Decisions:
 
     def next(self, timeout_s: float) -> Settled | Reset | None:
         """Wait for the next decision; None if there is none in time."""
-        with self._came:
-            self._came.wait_for(lambda: self._waiting, timeout_s)
-            return self._waiting.popleft() if self._waiting else None
+        with suppress(queue.Empty):
+            self._came.get(timeout=timeout_s)
+            return self._first()
+        return None
 
     def take_all(self) -> list[Settled | Reset]:
         """Take what is there, without waiting."""
-        with self._came:
-            taken = list(self._waiting)
-            self._waiting.clear()
+        taken = []
+        while not self._came.empty():
+            self._came.get()
+            taken.append(self._first())
         return taken
+
+    def _first(self) -> Settled | Reset:
+        with self._changing:
+            return self._waiting.popleft()
 
 
 def _takes_work(decided: Settled) -> bool:

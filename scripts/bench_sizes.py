@@ -20,12 +20,14 @@ each the largest of samples, so they need not add up to the peak. With `--ranks`
 many processes, each with a copy of the model, as `--gpus` starts them.
 
 With `--outer-state disk` the plan is compared with "anon" and the libraries' pages. `p2pd` is a
-process of its own. With `--followers`, so many follow the run from its start, and no pieces are
-timed; with `--late`, one more peer joins after a third of the rounds, and fetches from peers and
-followers. Seconds of phases are those that the peers report, means over the rounds after the first
-three, as are the bytes that a peer sends, which the kernel counts. Processor seconds are of a
-process over its whole life, divided by the rounds. Memory, disk and bytes are compared with what
-`atoll plan` says before the run, whose disk is that of a run of many rounds.
+process of its own. With `--followers`, so many follow the run from its start. With `--late`, one
+more peer joins after a third of the rounds, and fetches from peers and followers; the run goes on
+beyond its rounds until some have taken that peer's work. No pieces are timed then.
+
+Seconds of phases are those that the peers report, means over the rounds after the first three, as
+are the bytes that a peer sends, which the kernel counts. Processor seconds are of a process over
+its whole life, divided by the rounds. Memory, disk and bytes are compared with what `atoll plan`
+says before the run, whose disk is that of a run of many rounds.
 
 Pieces are timed in one thread and in two, each in turn with a copy by torch on as many threads:
 of the bytes that it reads, and of half of those that it reads and writes, which moves as many.
@@ -78,6 +80,8 @@ SIZES: dict[str, dict[str, Any]] = {
 TINY = "1m"
 START_S = 120.0  # until the invite is written
 CHECKPOINTS = 2  # of a run, and kept
+LATE = "late"  # the name of the peer that joins in the middle
+LATE_ROUNDS = 3  # that take its work: the first follows a window that counts nothing
 WARM_ROUNDS = 3  # the first rounds include imports, the first state and measurements of the line
 POLL_S = 0.1  # at least: looking takes the kernel longer the larger a process is
 LOOKING = 0.25  # of the time is spent looking, at most
@@ -226,7 +230,8 @@ def spec_of(size: str, options: argparse.Namespace) -> RunSpec:
     of_method = as_run(options.method, options.inner_steps)
     inner = {"batch_size": 1, "warmup_steps": 2, "state": options.inner_state}
     told = {
-        "run": {"name": "sizes", "rounds": options.rounds},
+        # With a late peer the bench ends the run: small models hold all rounds while it joins.
+        "run": {"name": "sizes", "rounds": 0 if options.late else options.rounds},
         "model": SIZES[size],
         "data": {"seq_len": 32},
         "round": {
@@ -325,7 +330,7 @@ def measure(size: str, options: argparse.Namespace, log: IO[bytes]) -> Measured:
             run.start(name, "follow", invite, "--dir", name, "--json", *beside(options))
         for name in names:
             start_peer(run, name, invite, options)
-        late = [partial(start_peer, run, "late", invite, options)] if options.late else []
+        late = [partial(start_peer, run, LATE, invite, options)] if options.late else []
         status = watch(run, names, invite, options, late)
         disk_bytes = {name: folder_bytes(folder / name) for name in run.seen}
     warm = [row for row in status.history if row.position > WARM_ROUNDS]
@@ -334,7 +339,7 @@ def measure(size: str, options: argparse.Namespace, log: IO[bytes]) -> Measured:
     return Measured(
         size=size,
         params=status.params,
-        rounds=options.rounds,
+        rounds=status.position,
         processes=run.seen,
         seconds={
             p: statistics.mean(row.seconds.get(p, 0.0) for row in warm) for p in sorted(phases)
@@ -389,7 +394,7 @@ def watch(
     options: argparse.Namespace,
     late: list[Callable[[], None]],
 ) -> RunStatus:
-    """Sample the processes until the peers end; return the last status of the run.
+    """Sample the processes until the run is over; return its last status.
 
     What is `late` begins after a third of the rounds.
 
@@ -398,7 +403,7 @@ def watch(
     """
     status: RunStatus | None = None
     deadline_s, asked_s = time.monotonic() + options.timeout, 0.0
-    while not all([run.ended(name) for name in names]):
+    while not all([run.ended(name) for name in names]) and not counts_late(status, options):
         if time.monotonic() > deadline_s:
             raise RuntimeError(
                 f"the run is not complete after {options.timeout:.0f} s; see the log"
@@ -410,6 +415,7 @@ def watch(
                 status = look(Invite.decode(invite))
         while late and status is not None and status.position >= options.rounds // 3:
             late.pop()()
+            names = [*names, LATE]
         time.sleep(max(POLL_S, looked_s / LOOKING))
     return last_status(Invite.decode(invite), options.rounds)
 
@@ -428,6 +434,14 @@ def last_status(invite: Invite, rounds: int) -> RunStatus:
                 return status
         time.sleep(1.0)
     raise RuntimeError("the coordinator did not tell of all rounds; see the log")
+
+
+def counts_late(status: RunStatus | None, options: argparse.Namespace) -> bool:
+    """Return whether a run without an end has gone on for long enough with its late peer."""
+    if status is None or not options.late or status.position < options.rounds:
+        return False
+    counted = [peer.rounds_counted for peer in status.peers if peer.name == LATE]
+    return max(counted, default=0) >= LATE_ROUNDS
 
 
 def folder_bytes(folder: Path) -> int:
@@ -664,7 +678,7 @@ def main() -> int:
         print("\n".join(piece_table(all_pieces(options.pieces, options))))
         return 0
     if options.rerun or not SAVED.exists():
-        rows = [] if options.followers else all_pieces(PIECE_PARAMS, options)
+        rows = [] if options.followers or options.late else all_pieces(PIECE_PARAMS, options)
         options.log.parent.mkdir(exist_ok=True)
         with options.log.open("wb") as log:
             tiny = measure(TINY, options, log)

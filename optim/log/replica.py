@@ -908,13 +908,16 @@ class Replica(ReplicaView):
             raise RuntimeError("this replica holds no state yet: resume or install one first")
         if update_F is None and not self.is_ledger and entry.kind == "update":
             update_F = self.replay.decode(entry, body, self.allocate)
-        # Factors in a round that has begun read the state. If a snapshot or a checkpoint is being
-        # read from it, the next state takes memory of its own.
+        before = state
+        # Factors in a round that has begun read the state.
         if entry.kind == "update" and not self.replay.by_factors:
-            # A peer's trainer may still be at the parameters before.
-            state.give_way(params=self.is_ledger)
+            # A peer's trainer may still be at the parameters before. While a snapshot or a
+            # checkpoint is read from the state, its memory is copied.
+            gives_way = state.give_way(params=self.is_ledger)
+            if not gives_way and self.module.method.moves_values_apart:
+                before = state.apart()
         try:
-            return self.replay.next_state(state, entry, memoryview(body), update_F), at.diverged
+            return self.replay.next_state(before, entry, memoryview(body), update_F), at.diverged
         except UpdateError as error:
             if not self.is_ledger:
                 raise

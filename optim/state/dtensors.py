@@ -26,9 +26,8 @@ class PlacementError(ValueError):
 
 def is_dtensor(tensor: Tensor) -> TypeGuard[DTensor]:
     """Return whether a tensor is cut over ranks."""
-    # Without this module loaded there is none; importing it takes a second.
-    module = sys.modules.get("torch.distributed.tensor")
-    return module is not None and isinstance(tensor, module.DTensor)
+    kind = _loaded("torch.distributed.tensor", "DTensor")
+    return kind is not None and isinstance(tensor, kind)
 
 
 def whole(tensor: Tensor) -> Tensor:
@@ -153,11 +152,19 @@ def reshard(module: nn.Module) -> None:
 
     Until then the module's parameters are copies, and what is written to them is lost.
     """
-    fsdp: Any = sys.modules.get("torch.distributed.fsdp")
-    if fsdp is not None:
+    kind = _loaded("torch.distributed.fsdp", "FSDPModule")
+    if kind is not None:
         for each in module.modules():
-            if isinstance(each, fsdp.FSDPModule):
+            if isinstance(each, kind):
                 cast(Any, each).reshard()
+
+
+def _loaded(module: str, name: str) -> Any:  # noqa: ANN401 - a class
+    """Return a class of a module, which takes a second to import; None if nothing can be of it.
+
+    While another thread imports the module, it is there without its classes.
+    """
+    return getattr(sys.modules.get(module), name, None)
 
 
 def _expect_values(tensor: DTensor) -> None:

@@ -261,6 +261,22 @@ class OuterState:
         state._digests = self._digests
         return state
 
+    def apart(self) -> "OuterState":
+        """Return the same state, which gives way with a copy of the memory, while this one is kept.
+
+        The next parameters take the place of the update; these are shared, and remain as they are.
+        """
+        memory_M = self.allocate(self.memory_M.numel(), self.memory_M.dtype).copy_(self.memory_M)
+        state = OuterState(
+            layout=self.layout,
+            position=self.position,
+            params_N=self.params_N,
+            memory_M=memory_M,
+            allocate=self.allocate,
+        )
+        state.give_way(params=False)
+        return state
+
     @property
     def snapshot_bytes(self) -> int:
         """Return the length of the snapshot in bytes."""

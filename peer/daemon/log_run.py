@@ -57,9 +57,10 @@ from atoll.optim.state import vectors
 from atoll.optim.state.mapped import MappedVectors
 from atoll.optim.state.outer_state import OuterState, StateError
 from atoll.peer import notices
+from atoll.peer.daemon.decisions import Decisions, Reset
 from atoll.peer.daemon.loop_thread import LoopThread
 from atoll.peer.daemon.peer import Environment, Peer
-from atoll.peer.daemon.reducer import Decisions, NetworkReducer, Reset, TrainerProgress
+from atoll.peer.daemon.reducer import NetworkReducer, TrainerProgress
 from atoll.peer.daemon.reporting import Heartbeats, Reporter, RoundsView
 from atoll.peer.errors import PeerEvicted, SetupError
 from atoll.peer.recovery.recovery import Recovery

@@ -16,7 +16,6 @@ hands in. Rounds are planned by when each peer's next window is expected to end.
 from __future__ import annotations
 
 import math
-import queue
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -60,6 +59,7 @@ from atoll.optim.state.layout import Fragment, Layout, LayoutError
 from atoll.optim.state.outer_state import OuterState
 from atoll.peer import notices
 from atoll.peer.daemon.background import background_threads
+from atoll.peer.daemon.decisions import Decisions, Reset
 from atoll.peer.daemon.loop_thread import LoopThread
 from atoll.peer.daemon.views import TrainerView
 from atoll.peer.rounds.consensus.member import OfferedWindow
@@ -331,16 +331,6 @@ def expect_layout(expected: Layout, got: Layout) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Reset:
-    """The replica leapt to another state: drop the work that belongs to the one before."""
-
-    state: OuterState
-    why: str
-    course: Course = AS_PLANNED
-    """The course of training from there on."""
-
-
-@dataclass(frozen=True, kw_only=True)
 class Offered:
     """A contribution that is not decided yet."""
 
@@ -365,42 +355,6 @@ class Offered:
     def done_units(self) -> int:
         """Units that it has done, once it is encoded."""
         return self.encoding.result().units
-
-
-class Decisions:
-    """Decisions of the loop that the trainer has not taken yet, in the order of the log."""
-
-    def __init__(self) -> None:
-        """Start empty."""
-        self.failure: Exception | None = None
-        """Reason why this peer can take part in nothing more, such as a full disk."""
-        self._queue: queue.SimpleQueue[Settled | Reset] = queue.SimpleQueue()
-
-    def put(self, decided: Settled | Reset) -> None:
-        """Hand something to the trainer; called in the loop."""
-        self._queue.put(decided)
-
-    def fail(self, error: Exception) -> None:
-        """End the trainer with an error; called in the loop."""
-        self.failure = error
-
-    def expect_none_failed(self) -> None:
-        """Raise the failure, if there is one."""
-        if self.failure is not None:
-            raise self.failure
-
-    def next(self, timeout_s: float) -> Settled | Reset | None:
-        """Wait for the next decision; None if there is none in time."""
-        with suppress(queue.Empty):
-            return self._queue.get(timeout=timeout_s)
-        return None
-
-    def take_all(self) -> list[Settled | Reset]:
-        """Take what is there, without waiting."""
-        taken = []
-        while not self._queue.empty():
-            taken.append(self._queue.get())
-        return taken
 
 
 class NetworkReducer(RunReducer):
@@ -719,7 +673,7 @@ class NetworkReducer(RunReducer):
         self._joining = set(range(len(self._residuals))) if state.position else set()
 
     def _subscribe(self) -> tuple[OuterState, Course]:
-        self._decisions.take_all()
+        self._decisions.subscribe()
         return self._here()
 
     def _here(self) -> tuple[OuterState, Course]:
@@ -758,11 +712,12 @@ class NetworkReducer(RunReducer):
             del self._offers[entry.fragment]
         self._settle_later(decided, offered, included)
         self._use_codec(course.codec)
-        self.progress.position, self.progress.course = state.position, course
+        position = entry.position + 1  # the state may be of a later one
+        self.progress.position, self.progress.course = position, course
         self._deliver(
             Commit(
                 fragment=entry.fragment,
-                position=state.position,
+                position=position,
                 params_N=state.params_N,
                 included=included,
                 settles=settles,

@@ -41,6 +41,7 @@ from atoll.optim.log.entry import (
     place_at_base,
 )
 from atoll.optim.log.replica import LiveReplica, Nowhere, OnTaken, Recovered, RecoveryError
+from atoll.optim.state import vectors
 from atoll.optim.state.outer_state import (
     LEAF_BYTES,
     Assembly,
@@ -144,6 +145,8 @@ class Recovery:
             await self._fill_gaps(ahead if used or snapshot is not None else self._answered)
         if not used and snapshot is None:
             return None  # what moved came as a commit
+        # Bodies and leaves have left gaps, and a trainer that begins takes as much again.
+        await replica.compute(vectors.trim, replica.layout.numel)
         return Recovered(
             from_position=before,
             to_position=replica.position,
@@ -410,6 +413,9 @@ class Recovery:
         entry, replica = claim.entry, self._replica
         if replica.position > entry.position:
             return
+        # Beside a state that is kept until its snapshot is written, the next one would take as much
+        # memory again. The bodies after it come meanwhile.
+        await replica.saved()
         async for donor, body in bodies.of(entry):
             try:
                 if not await replica.accept_claim(claim, body, self._on_taken):

@@ -26,6 +26,10 @@ LEDGER_SNAPSHOTS = 2  # that a coordinator keeps beside the first state, which s
 # In memory: own frames, those of others that wait for the group, the body of the entry, and one
 # before that still goes to the coordinator.
 PEER_BODIES = 4
+# A recovery has bodies under way or waiting for their turn: so many, or so many bytes if that is
+# less. A larger one comes alone (`atoll.peer.recovery.recovery`).
+BODIES_AHEAD = 6
+BODIES_AHEAD_BYTES = 64 << 20
 # By gossip: the window's result, what both sides decode of each other, and six within the step:
 # the mean weights, the mean pseudo-gradient, both of them joined (2), and the next state (2).
 MEETING_VECTORS = 1 + 2 * 2 + 6
@@ -91,6 +95,10 @@ class Resources:
     step_memory: int
     """Host memory of a peer that trains on its processor, in an inner step with all sequences of a
     micro-batch."""
+    recovery_memory: int
+    """Host memory of a peer that trains on its processor, while it fetches the state of the run."""
+    recovery_memory_on_gpu: int
+    """The same of a peer whose models and inner state are on GPUs."""
     gpu_memory: int
     """Memory of a GPU in the same step."""
     gpu_memory_least: int
@@ -112,10 +120,10 @@ class Resources:
     """Added by each round: the coordinator keeps every update."""
 
     def host_memory(self, *, on_gpu: bool) -> int:
-        """Return the host memory of a peer at the peak, of steps and rounds."""
+        """Return the host memory of a peer at the peak, of steps, rounds and recoveries."""
         if on_gpu:
-            return self.peer_memory - self.inner_memory
-        return max(self.peer_memory, self.step_memory)
+            return max(self.peer_memory - self.inner_memory, self.recovery_memory_on_gpu)
+        return max(self.peer_memory, self.step_memory, self.recovery_memory)
 
 
 def resources(
@@ -147,12 +155,15 @@ def resources(
     # A stage computes on in its rounds. Of several ranks, all still have gradients when their sum
     # is largest, as measured.
     inner = waiting if ranks == spec.topology.stages == 1 else ranks * whole
+    recovery = of_ranks + recovery_bytes(method, weights, bodies=bodies)
     in_round, in_step = of_ranks + inner - waiting, of_ranks + (ranks - 1) * whole
     return Resources(
         peer_memory=memory_bytes(method, weights, peers=peers, bodies=bodies) + in_round,
         inner_memory=inner,
         step_memory=in_step
         + step_bytes(spec, method, weights, peers=peers, bodies=bodies, ranks=ranks),
+        recovery_memory=recovery + ranks * whole,
+        recovery_memory_on_gpu=recovery,
         gpu_memory=whole + _activation_bytes(spec, on_gpu),
         gpu_memory_least=whole + (0 if on_gpu is None else on_gpu.least.more_bytes),
         peer_state=mapped_bytes(method, weights.layout),
@@ -189,6 +200,20 @@ def memory_bytes(method: Method, weights: Weights, *, peers: int, bodies: Sequen
     frames = (peers if method.reduction == "gather" else PEER_BODIES) * sum(bodies)
     vector_bytes = round(FP32 * numel * vectors) + state + beside
     return PEER_PROCESS_BYTES + waiting_bytes(method, weights) + vector_bytes + frames
+
+
+def recovery_bytes(method: Method, weights: Weights, *, bodies: Sequence[int]) -> int:
+    """Return the bytes of a peer that fetches a state, beside models and inner state.
+
+    One that has fallen behind still has the state before, and its residual. One that joins has no
+    trainer yet, and applies entries whose bodies come ahead of their turn.
+    """
+    state, vector = state_bytes(method, weights.layout), FP32 * weights.layout.numel
+    behind = 2 * state + (vector if method.residual > 0 else 0)
+    longest = max(bodies)
+    ahead = min(BODIES_AHEAD * longest, max(BODIES_AHEAD_BYTES, longest))
+    joins = state + _beside(method, weights.layout) + vector + ahead
+    return PEER_PROCESS_BYTES + max(behind, joins)
 
 
 def ranks_bytes(weights: Weights, *, ranks: int, bodies: Sequence[int]) -> int:

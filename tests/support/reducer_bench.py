@@ -15,8 +15,9 @@ from atoll.optim.log.store import LogStore
 from atoll.optim.reducer import Contribution
 from atoll.optim.state.layout import CELL, Layout
 from atoll.optim.state.outer_state import OuterState
+from atoll.peer.daemon.decisions import Decisions
 from atoll.peer.daemon.loop_thread import LoopThread
-from atoll.peer.daemon.reducer import Decisions, NetworkReducer, TrainerProgress
+from atoll.peer.daemon.reducer import NetworkReducer, TrainerProgress
 from atoll.peer.daemon.tally import RoundTally
 from atoll.peer.paths import PeerPaths
 from atoll.peer.rounds.engine import Settled

@@ -52,7 +52,7 @@ from atoll.optim.log.replica import DISK_ERRORS, Applied, LiveReplica
 from atoll.optim.log.store import StoreCorrupt
 from atoll.optim.state.layout import Layout
 from atoll.optim.state.outer_state import OuterState
-from atoll.peer.daemon import gossip_run, keeping, log_run, reducer, reporting
+from atoll.peer.daemon import decisions, gossip_run, keeping, log_run, reducer, reporting
 from atoll.peer.daemon import peer as peer_module
 from atoll.peer.daemon.keeping import KeptBallots
 from atoll.peer.daemon.reach import bootstrap
@@ -773,7 +773,7 @@ class World:
             (peer_module, "look_up", _nowhere),
             (peer_module, "background_threads", lambda count, name: InlineExecutor()),
             (reducer, "background_threads", lambda count, name: InlineExecutor()),
-            (reducer, "queue", queues),
+            (decisions, "queue", queues),
             (gossip_run, "queue", queues),
             (reporting, "WireCounter", NoCounter),
             (reporting, "version", lambda name: "0"),  # it reads the package's files each time

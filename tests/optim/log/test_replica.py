@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from atoll.coordinator.run.keys import RunKeys
 from atoll.dht import verify
@@ -772,6 +773,21 @@ def test_a_state_that_is_read_is_not_overwritten(tmp_path: Path) -> None:
         take(replica, swarm)
         again = OuterState.genesis(before.layout, before.params_N, before.memory_M)
         assert again.root() == root
+
+
+@pytest.mark.parametrize("is_ledger", [True, False])
+def test_beside_a_state_that_is_read_the_next_takes_the_update(
+    tmp_path: Path, is_ledger: bool
+) -> None:
+    replica, swarm = open_replica(tmp_path, KEYS, is_ledger=is_ledger), kit.Swarm()
+    replica.open_epoch(swarm.electors(), KEYS.sign)
+    entry, body = swarm.entry(replica.run_id, replica.head)
+    update_F = replica.replay.decode(entry, body)
+    assert isinstance(update_F, torch.Tensor)
+    with replica.state.kept():
+        replica.accept(replica.check(entry, swarm.certify(entry)), body, update_F)
+    assert replica.state.params_N.data_ptr() == update_F.data_ptr()
+    replica.store.close()
 
 
 def test_a_disk_that_takes_no_more_leaves_the_state(

@@ -1,4 +1,6 @@
 import json
+import sys
+import types
 
 import pytest
 import torch
@@ -34,6 +36,15 @@ def test_flatten_and_load_are_inverse():
     assert torch.equal(other.head.weight, model.embed.weight)
     params_N.zero_()
     assert model.norm.weight.sum() == 4
+
+
+@pytest.mark.parametrize("name", ["torch.distributed.tensor", "torch.distributed.fsdp"])
+def test_a_model_is_read_while_a_thread_imports_what_cuts_models(monkeypatch, name):
+    """A peer imports it ahead, and builds the first state of its run meanwhile."""
+    monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    model = Tied()
+    layout = Layout.of(model)
+    layout.load_(model, layout.flatten(model))
 
 
 def test_load_keeps_the_dtype_of_the_module():

@@ -77,6 +77,23 @@ def test_a_state_that_somebody_reads_stays():
     assert state.give_way(params=True)
 
 
+@pytest.mark.parametrize("spec", ["diloco", "diloco(count=2)", "co2", "diloco(state=bf16)"])
+def test_beside_a_state_that_stays_the_next_one_has_the_same_bits(spec):
+    replay = Replay(parse(spec), LAYOUT)
+    fragment, state = replay.fragments[0], state_of(replay)
+    expected = replay.method.apply(
+        state, update_of(fragment), fragment=fragment, lr=0.7, momentum=0.9
+    )
+    root, release = state.root(), state.keep()
+    assert not state.give_way(params=True)
+    got = replay.method.apply(
+        state.apart(), update_of(fragment), fragment=fragment, lr=0.7, momentum=0.9
+    )
+    release()
+    assert (got.root(), got.position) == (expected.root(), expected.position)
+    assert OuterState.genesis(LAYOUT, state.params_N, state.memory_M).root() == root
+
+
 def test_a_state_that_gave_way_has_only_its_digests():
     replay = Replay(parse("diloco"), LAYOUT)
     hashed, other = state_of(replay), state_of(replay)

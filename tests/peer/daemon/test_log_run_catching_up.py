@@ -12,6 +12,7 @@ from atoll.optim.log.entry import Elector
 from atoll.peer.daemon.log_run import AGAIN_S, LASTS_S, CatchingUp, LogRun
 from atoll.peer.paths import PeerPaths
 from atoll.peer.recovery.recovery import KEEP_WORK, NoDonor, Recovery
+from atoll.peer.rounds.engine import Rounds
 from support.environment import GENESIS, environment
 
 
@@ -114,17 +115,19 @@ def test_a_leap_drops_the_open_work_of_a_peer_that_has_some(tmp_path, monkeypatc
         await recovery._replica.install(GENESIS)
 
     async def main(env):
-        run, withdrawn = await LogRun.start(env, None), []
-        at_start = run._decisions.take_all()
-        monkeypatch.setattr(run.rounds, "withdraw", lambda: withdrawn.append(True))
+        run = await LogRun.start(env, None)
+        at_start = len(withdrawn)
+        run._decisions.subscribe()
         await run._catching_up.run()
-        return at_start, run._decisions.take_all(), len(withdrawn)
+        return at_start, run._decisions.take_all()
 
+    withdrawn = []
+    monkeypatch.setattr(Rounds, "withdraw", lambda rounds: withdrawn.append(rounds))
     monkeypatch.setattr(Recovery, "run", leap)
     env = peer_of_a_log(tmp_path)
     with env.files:
-        at_start, resets, withdrawals = asyncio.run(main(env))
-    assert (at_start, withdrawals) == ([], 1)
+        at_start, resets = asyncio.run(main(env))
+    assert (at_start, len(withdrawn)) == (0, 1)
     (reset,) = resets
     assert reset.state.params_N.equal(GENESIS.params_N)
     assert "position 0" in reset.why

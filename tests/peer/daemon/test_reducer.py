@@ -20,7 +20,8 @@ from atoll.optim.state import layout as cuts
 from atoll.optim.state.layout import CELL, Layout, LayoutError
 from atoll.optim.state.outer_state import OuterState
 from atoll.peer.daemon import reducer, views
-from atoll.peer.daemon.reducer import FAR_BEHIND, Reset
+from atoll.peer.daemon.decisions import Reset
+from atoll.peer.daemon.reducer import FAR_BEHIND
 from atoll.peer.rounds.engine import Settled
 from support.reducer_bench import (
     LAYOUT,

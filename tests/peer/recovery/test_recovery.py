@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from atoll.coordinator.run.keys import RunKeys
 from atoll.dht.transport import PeerUnreachable
 from atoll.optim.log.entry import Entry
 from atoll.optim.log.replica import LiveReplica, Recovered
+from atoll.optim.state import vectors
 from atoll.peer.recovery.recovery import NoDonor, Recovery
 from atoll.peer.recovery.sources import Source
 from atoll.peer.rounds.messages import Decided, Head
@@ -120,6 +122,38 @@ def test_a_frozen_donor_is_not_waited_for(log: Log) -> None:
     recovered, _ = recover(log, donor(log, "a", kind=Freezes), donor(log, "b"))
     assert recovered is not None and recovered.donors == ("b",)
     expect_caught_up(log)
+
+
+def test_entries_are_not_applied_beside_a_state_that_is_still_written(
+    log: Log, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next state would take as much memory again."""
+    memories, write, accept = set[int](), log.late.store.write_snapshot, log.late.accept
+
+    def slowly(*given: Any, **named: Any) -> Any:
+        time.sleep(0.05)
+        return write(*given, **named)
+
+    def observed(*given: Any) -> Any:
+        update = accept(*given)
+        memories.add(log.late.state.memory_M.data_ptr())
+        return update
+
+    monkeypatch.setattr(log.late.store, "write_snapshot", slowly)
+    monkeypatch.setattr(log.late, "accept", observed)
+    recovered, _ = recover(log, LogSource(log, name="a", first_body=0, snapshots=()))
+    assert recovered is not None and recovered.entries == 8
+    assert len(memories) == 1
+    expect_caught_up(log)
+
+
+def test_what_a_recovery_left_in_the_heap_goes_back(
+    log: Log, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trimmed = list[int]()
+    monkeypatch.setattr(vectors, "trim", trimmed.append)
+    recover(log, donor(log, "a"))
+    assert trimmed == [kit.LAYOUT.numel]
 
 
 def test_a_donor_that_forges_entries_is_left_for_another(log: Log) -> None:

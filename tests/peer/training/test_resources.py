@@ -9,12 +9,18 @@ from atoll.optim.inprocess.gossip import Side, meet
 from atoll.optim.state.layout import Layout
 from atoll.optim.state.outer_state import OuterState
 from atoll.peer.daemon.consent import needs_of
+from atoll.peer.lab.advice import as_run
 from atoll.peer.lab.plan import PlanError, bare_model, needed
+from atoll.peer.recovery import recovery
 from atoll.peer.training.resources import (
+    BODIES_AHEAD,
+    BODIES_AHEAD_BYTES,
     LAUNCHER_PROCESS_BYTES,
     MEETING_VECTORS,
     PEER_PROCESS_BYTES,
     RANK_PROCESS_BYTES,
+    Weights,
+    recovery_bytes,
 )
 from support.live_memory import Live
 
@@ -63,6 +69,33 @@ def test_a_stage_keeps_its_gradients_in_a_round():
     one, stage = (needs_of(spec, layout) for spec in (dense, stages))
     assert stage.inner_memory - one.inner_memory == 4 * layout.numel
     assert stage.peer_memory - one.peer_memory >= 4 * layout.numel
+
+
+def spec_of(method, preset):
+    return RunSpec.from_dict(as_run(method, 30) | {"model": {"preset": preset}})
+
+
+def test_a_peer_that_leaps_holds_two_states():
+    """A method that keeps no residual takes less than that in a round."""
+    spec = spec_of("diloco(feedback=0, codec=int4)", "30m")
+    model = bare_model(spec)
+    needs, numel = needed(spec, model, 2), Layout.of(model).numel
+    assert needs.host_memory(on_gpu=True) == PEER_PROCESS_BYTES + 16 * numel
+    assert needs.recovery_memory == PEER_PROCESS_BYTES + 32 * numel
+    assert needs.host_memory(on_gpu=False) >= needs.recovery_memory > needs.peer_memory
+    keeps_it = needed(spec_of("diloco", "30m"), model, 2)
+    assert keeps_it.peer_memory > keeps_it.recovery_memory == needs.recovery_memory + 4 * numel
+
+
+def test_a_peer_that_joins_has_bodies_that_come_ahead():
+    ahead = (recovery.BODIES_AHEAD, recovery.BODIES_AHEAD_BYTES)
+    assert (BODIES_AHEAD, BODIES_AHEAD_BYTES) == ahead
+    spec = spec_of("diloco(state=bf16)", "nano")
+    weights = Weights.of(spec.method(), bare_model(spec))
+    numel = weights.layout.numel
+    for body, bodies in ((numel, 6 * numel), (48 << 20, 64 << 20), (80 << 20, 80 << 20)):
+        joins = PEER_PROCESS_BYTES + (6 + 4) * numel + bodies
+        assert recovery_bytes(spec.method(), weights, bodies=[body]) == joins
 
 
 def test_no_rank_is_refused():

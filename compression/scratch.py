@@ -6,9 +6,7 @@ A fresh 256 KiB costs more in page faults than the arithmetic on it.
 from __future__ import annotations
 
 import threading
-from collections import deque
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -20,43 +18,17 @@ CAPACITY = MAX_TILES * (TILE + 2048)  # codes of a tile have their scales and a 
 FRAME_BYTES = 512 * 1024  # twice a tile in fp32; a thread would keep a longer buffer for good
 
 
-class _Pool:
+class _Pool(threading.local):
     """The buffers of one thread."""
 
     def __init__(self) -> None:
-        """Start empty."""
+        """Start empty, on the first use in each thread."""
         self.tensors: dict[tuple[str, torch.dtype], Tensor] = {}
         self.tiles: dict[tuple[str, torch.dtype, Sequence[int]], Tensor] = {}
         self.frame = bytearray()
 
 
-class _Here(threading.local):
-    """Where each thread has its own."""
-
-    def __init__(self) -> None:
-        """Start empty, on the first use in each thread."""
-        self.pool = _Pool()
-
-
-_here = _Here()
-_left: dict[bool, deque[_Pool]] = {mode: deque() for mode in (False, True)}
-"""of threads that have ended, by inference mode: tensors made in it may not be written elsewhere"""
-
-
-@contextmanager
-def left_behind() -> Iterator[None]:
-    """Work in the buffers that another thread left, and leave them to the next.
-
-    For threads that end soon: new memory would cost them 2 ms, mostly page faults.
-    """
-    left = _left[torch.is_inference_mode_enabled()]
-    with suppress(IndexError):
-        _here.pool = left.pop()
-    try:
-        yield
-    finally:
-        left.append(_here.pool)
-        _here.pool = _Pool()
+_pool = _Pool()
 
 
 def scratch(slot: str, like: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -70,7 +42,7 @@ def room(slot: str, shape: Sequence[int], device: torch.device, dtype: torch.dty
     It is overwritten by the next call with the same `slot` and `dtype` in this thread, so it
     must not be returned to a caller.
     """
-    ready = _here.pool.tiles.get((slot, dtype, shape)) if device.type == "cpu" else None
+    ready = _pool.tiles.get((slot, dtype, shape)) if device.type == "cpu" else None
     return _prepare(slot, shape, device, dtype) if ready is None else ready
 
 
@@ -78,35 +50,28 @@ def _prepare(slot: str, shape: Sequence[int], device: torch.device, dtype: torch
     numel = torch.Size(shape).numel()
     if device.type != "cpu" or numel > CAPACITY:
         return torch.empty(shape, dtype=dtype, device=device)
-    kept = _here.pool.tensors.get((slot, dtype))
+    kept = _pool.tensors.get((slot, dtype))
     if kept is None:
-        kept = _here.pool.tensors[slot, dtype] = torch.empty(CAPACITY, dtype=dtype)
+        kept = _pool.tensors[slot, dtype] = torch.empty(CAPACITY, dtype=dtype)
     view = kept[:numel].view(shape)
-    if len(_here.pool.tiles) >= MAX_VIEWS:  # views cost little to make again; their memory is kept
-        _here.pool.tiles.clear()
-    _here.pool.tiles[slot, dtype, shape] = view
+    if len(_pool.tiles) >= MAX_VIEWS:  # views cost little to make again; their memory is kept
+        _pool.tiles.clear()
+    _pool.tiles[slot, dtype, shape] = view
     return view
 
 
-def tiles_of_matrices() -> int:
-    """Return how many tiles sorts and matrix products take at once; threads wait for each call."""
-    return MAX_TILES if torch.get_num_threads() > 1 else 4
+def tiles_at_once() -> int:
+    """Return how many tiles pass after pass takes at once, on one thread what its caches hold.
 
-
-def tiles_in_cache() -> int:
-    """Return how many tiles pass after pass takes at once: on one thread, what its caches hold.
-
-    Fewer would stay in L2, but threads side by side then meet too often at the interpreter's lock.
-    Where several threads divide a call, it waits for the slowest, which costs more than a cache
-    gives.
+    Of several threads each call waits for the slowest, which costs more than the cache gives.
     """
-    return MAX_TILES if torch.get_num_threads() > 1 else 8
+    return MAX_TILES if torch.get_num_threads() > 1 else 4
 
 
 def frame_buffer(length: int) -> bytearray:
     """Return a buffer of at least `length` bytes, overwritten by the next call in this thread."""
     if length > FRAME_BYTES:
         return bytearray(length)
-    if not _here.pool.frame:
-        _here.pool.frame = bytearray(FRAME_BYTES)
-    return _here.pool.frame
+    if not _pool.frame:
+        _pool.frame = bytearray(FRAME_BYTES)
+    return _pool.frame

@@ -44,7 +44,7 @@ from torch import Tensor
 from atoll.compression import Codec, TopK, staging
 from atoll.compression.base import CPU
 from atoll.compression.blocks import Int8, squarable
-from atoll.compression.scratch import TILE, room, tiles_in_cache
+from atoll.compression.scratch import TILE, room, tiles_at_once
 from atoll.compression.sparse import Sparse, SparseCodec
 from atoll.optim.reduction.cells import (
     SHORT,
@@ -66,7 +66,6 @@ from atoll.optim.state.layout import (
     piece_slices,
 )
 from atoll.optim.state.outer_step import to_fp32
-from atoll.optim.state.threads import side_by_side
 from atoll.optim.state.updates import Update, dense
 
 _log = logging.getLogger(__name__)
@@ -89,7 +88,6 @@ NORM_FLOOR = 0.5
 NORM_MOVES = 2.0
 # Times the median norm. Work that was left out for long would outweigh the other peers' windows.
 DRIFT_CAP = 3.0
-BATCHES_A_THREAD = 2  # a new thread takes as long as half of one, mostly for its scratch memory
 BATCHES_AT_ONCE = 64  # whose selections are encoded together: up to a million values, in cache
 
 
@@ -400,11 +398,12 @@ class Feedback:
         frames, squares = [b""] * len(self.pieces), [0.0] * len(self.pieces)
         chosen: list[tuple[slice, TopK, Sparse]] = []
         after_N = self._room_after(delta) if self._keeps(weight) else None
-        others = self._batches
-        if after_N is not None:
-            others = self._offer_in_steps(delta, weight, frames, squares, after_N)
-        for batch, codec in others:
+        for batch, codec in self._batches:
             pieces, cut = self.pieces[batch], self._values(batch)
+            if after_N is not None and self._goes_in_steps(codec, pieces[0]):
+                of_pieces = self._encode_in_steps(codec, pieces, delta, cut, weight, after_N)
+                frames[batch], squares[batch] = of_pieces
+                continue
             x = self._with_residual(delta, cut, weight)
             # Top-k is selected now, while x is in scratch; the selections are encoded below, many
             # batches at once, because passes over x evict the encoder's code from the cache.
@@ -439,32 +438,6 @@ class Feedback:
         on_cpu = self._device == CPU
         return on_cpu and isinstance(codec, Int8) and codec.goes_in_steps(dims)
 
-    def _offer_in_steps(
-        self,
-        delta: Tensor | Difference,
-        weight: float,
-        frames: list[bytes],
-        squares: list[float],
-        after_N: Tensor,
-    ) -> Sequence[tuple[slice, Codec]]:
-        """Encode those batches that go in steps, side by side; return the others."""
-        in_steps, others = list[tuple[slice, Int8]](), list[tuple[slice, Codec]]()
-        for batch, codec in self._batches:
-            if self._goes_in_steps(codec, self.pieces[batch.start]):
-                in_steps.append((batch, codec))
-            else:
-                others.append((batch, codec))
-
-        def encode(chosen: tuple[slice, Int8]) -> None:
-            batch, codec = chosen
-            pieces, cut = self.pieces[batch], self._values(batch)
-            frames[batch], squares[batch] = self._encode_in_steps(
-                codec, pieces, delta, cut, weight, after_N
-            )
-
-        side_by_side(encode, in_steps, at_least=BATCHES_A_THREAD)
-        return others
-
     def _encode_in_steps(
         self,
         codec: Int8,
@@ -475,7 +448,7 @@ class Feedback:
         after_N: Tensor,
     ) -> tuple[list[bytes], list[float]]:
         """Encode the pieces of a batch, and write their residual; return frames and squares."""
-        at_once, share = tiles_in_cache(), self.beta / weight
+        at_once, share = tiles_at_once(), self.beta / weight
         numel = at_once * TILE
         old, new = torch.split(self.mass_N[cut], numel), torch.split(after_N[cut], numel)
         norms = torch.empty((cut.stop - cut.start) // SHORT)

@@ -25,6 +25,7 @@ import math
 import struct
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from threading import Lock
 
@@ -34,11 +35,10 @@ from torch import Tensor
 
 from atoll.optim.state import halves, vectors
 from atoll.optim.state.layout import Layout
-from atoll.optim.state.threads import side_by_side
 
 LEAF_BYTES = 1 << 20  # 0.1 s at 100 Mbit/s: small enough to spread over donors and to retry
 DIGEST_BYTES = 32  # of BLAKE3
-LEAVES_AT_ONCE = 8  # hashed in a row: 1.5 ms, against which a thread's turn is little
+LEAVES_A_THREAD = 8  # hashed in a row: 1.5 ms, against which a thread's turn is little
 MAX_THREADS = 4  # 20 GB/s: memory serves other work beside it
 _NODE = b"\x01"
 _ROOT = b"atoll-state-root-2"
@@ -314,16 +314,11 @@ class OuterState:
             return self._digests
 
     def _hashed(self) -> tuple[bytes, ...]:
-        digests = [b""] * self.num_leaves
-
-        def hash_some(run: range) -> None:
-            for index in run:
-                digests[index] = self._digest(index)
-
-        starts = range(0, self.num_leaves, LEAVES_AT_ONCE)
-        runs = [range(at, min(at + LEAVES_AT_ONCE, self.num_leaves)) for at in starts]
-        side_by_side(hash_some, runs, at_most=MAX_THREADS)
-        return tuple(digests)
+        leaves, threads = range(self.num_leaves), torch.get_num_threads()
+        if threads == 1 or len(leaves) < LEAVES_A_THREAD:
+            return tuple(map(self._digest, leaves))
+        with ThreadPoolExecutor(min(threads, MAX_THREADS)) as pool:
+            return tuple(pool.map(self._digest, leaves, chunksize=LEAVES_A_THREAD))
 
     def _digest(self, index: int) -> bytes:
         return leaf_digest(self.leaf(index))

@@ -57,7 +57,7 @@ from atoll.compression.base import (
 from atoll.compression.checksum import Checksum
 from atoll.compression.kernels.planes import pack_runs_, packed_bytes, unpack_runs
 from atoll.compression.registry import register
-from atoll.compression.scratch import TILE, room, scratch, tiles_of_matrices
+from atoll.compression.scratch import TILE, room, scratch, tiles_at_once
 from atoll.compression.sparse import (
     CHUNK,
     CoordinateCodec,
@@ -345,7 +345,7 @@ def _group(blocks_BSS: Tensor) -> int:
     """Return how many blocks to transform at once."""
     if blocks_BSS.device.type != "cpu":
         return len(blocks_BSS)
-    return tiles_of_matrices() * TILE // CHUNK
+    return tiles_at_once() * TILE // CHUNK
 
 
 def _is_flat(dims: Dims) -> bool:

@@ -60,17 +60,12 @@ def _prepare(slot: str, shape: Sequence[int], device: torch.device, dtype: torch
     return view
 
 
-def tiles_of_matrices() -> int:
-    """Return how many tiles sorts and matrix products take at once; threads wait for each call."""
-    return MAX_TILES if torch.get_num_threads() > 1 else 4
-
-
-def tiles_in_cache() -> int:
-    """Return how many tiles pass after pass takes at once: one, which its L2 cache holds.
+def tiles_at_once() -> int:
+    """Return how many tiles pass after pass takes at once, on one thread what its caches hold.
 
     Of several threads each call waits for the slowest, which costs more than the cache gives.
     """
-    return MAX_TILES if torch.get_num_threads() > 1 else 1
+    return MAX_TILES if torch.get_num_threads() > 1 else 4
 
 
 def frame_buffer(length: int) -> bytearray:

@@ -8,6 +8,7 @@
     ./scripts/bench sizes --rerun --sizes 300m --rounds 4 --inner-state 8bit --outer-state disk
     ./scripts/bench sizes --rerun --sizes 10m,30m --rounds 40 --followers 1 --late
     ./scripts/bench sizes --pieces 10000000,50000000     pieces of a round alone, in a minute
+    ./scripts/bench sizes --pieces 1000000000            of a billion, in 16 GB
 
 A coordinator and peers run as people start them, on this machine and its CPUs. Memory is the peak
 of what they would take alone on their machines: memory that the processes of a peer share counts
@@ -32,7 +33,9 @@ says before the run, whose disk is that of a run of many rounds.
 Pieces are timed in one thread and in two, each in turn with a copy by torch on as many threads:
 of the bytes that it reads, and of half of those that it reads and writes, which moves as many.
 Vectors of 10M values may stay in a large shared cache, where a copy takes half of the time; those
-of 50M do not. One thread is timed by its processor seconds, more by the clock on the wall.
+of 50M do not, which is as many as a copy takes at most. One thread is timed by its processor
+seconds, more by the clock on the wall. Pieces run one after another, each with its own vectors
+alone; what it held at its peak is given beside its times.
 """
 
 import argparse
@@ -52,17 +55,14 @@ from pathlib import Path
 from typing import IO, Any
 
 import psutil
-import torch
 from circumstances import circumstances
+from sizes_pieces import all_pieces, piece_table
 from torch import nn
 
 from atoll.coordinator.rpc.client_errors import CoordinatorError
 from atoll.coordinator.run.invite import Invite
 from atoll.coordinator.run.spec import RunSpec, template
 from atoll.coordinator.run.status import RunStatus
-from atoll.optim.log.replica import Replay
-from atoll.optim.state.layout import Layout
-from atoll.optim.state.outer_state import OuterState
 from atoll.peer.cli.watching import look
 from atoll.peer.lab.advice import as_run
 from atoll.peer.lab.plan import Setting, bare_model, needed, predict
@@ -87,10 +87,7 @@ POLL_S = 0.1  # at least: looking takes the kernel longer the larger a process i
 LOOKING = 0.25  # of the time is spent looking, at most
 STALL_S = 60.0  # a round of hundreds of millions of parameters on a few shared cores takes minutes
 FILES_S = 2.0  # libraries hardly change, and a look at all mappings takes 20 ms a process
-REPEATS = 9
 PIECE_PARAMS = "10000000,50000000"
-WEIGHT = 3.0  # of a contribution: by 1, a product might be saved
-THREADS = (1, 2)
 
 LAUNCH = """
 import sys
@@ -489,99 +486,6 @@ def rows_of(measured: Measured, tiny: Measured) -> list[Facts]:
     return rows
 
 
-# Pieces of a round, alone in this process
-
-
-@dataclass(frozen=True, kw_only=True)
-class Piece:
-    """One pass over a state."""
-
-    work: Callable[[], object]
-    before: Callable[[], object] = lambda: None
-    """is not timed"""
-    read_bytes: int
-    """a parameter"""
-    written_bytes: int
-
-
-def pieces(params: int, threads: int, options: argparse.Namespace) -> list[Facts]:
-    """Time the log's passes over a state, each in turn with a copy."""
-    torch.manual_seed(0)
-    torch.set_num_threads(threads)
-    layout = Layout(names=("w",), shapes=((params,),))
-    method = RunSpec.from_dict(as_run(options.method, options.inner_steps)).method()
-    replay = Replay(method, layout)
-    state = OuterState.genesis(
-        layout,
-        torch.randn(params),
-        torch.zeros(replay.memory_numel) if replay.memory_numel else None,
-    )
-    change_N, update_N, old_N = (torch.randn(params) for _ in range(3))
-    fragment = replay.fragments[0]
-
-    def apply() -> None:
-        replaced = OuterState(
-            layout=layout, position=0, params_N=state.params_N, memory_M=state.memory_M
-        )
-        replaced.give_way(params=False)  # as a peer's replica lets it
-        method.apply(replaced, update_N, fragment=fragment, lr=0.7, momentum=0.9)
-
-    def root() -> None:
-        state.at(1).root()
-
-    feedback = replay.residual(0)
-
-    def residual() -> None:
-        offer = feedback.offer(change_N, weight=WEIGHT)
-        feedback.settle(offer, torch.ones(len(fragment.pieces), dtype=torch.bool), weight=WEIGHT)
-
-    copy = Piece(work=lambda: old_N.copy_(change_N), read_bytes=4, written_bytes=4)
-    passes = {
-        "apply": Piece(
-            work=apply,
-            before=lambda: update_N.copy_(change_N),  # the parameters take its place
-            read_bytes=12,
-            written_bytes=8,
-        ),
-        "root": Piece(work=root, read_bytes=8, written_bytes=0),
-        "residual": Piece(work=residual, read_bytes=8, written_bytes=5),
-    }
-    rows = []
-    for name, piece in passes.items():
-        clock = time.thread_time if threads == 1 else time.perf_counter
-        seconds, copy_s = fastest_s([piece, copy], clock)
-        moved_bytes = piece.read_bytes + piece.written_bytes
-        rows.append(
-            {
-                "params": params,
-                "threads": threads,
-                "piece": name,
-                "ns_per_param": 1e9 * seconds / params,
-                "copies": seconds / (copy_s * piece.read_bytes / copy.read_bytes),
-                "copies_moved": seconds / (copy_s * moved_bytes / 8),
-            }
-        )
-    return rows
-
-
-def fastest_s(works: Sequence[Piece], clock: Callable[[], float]) -> list[float]:
-    """Return the least seconds of each, in turn; other programs disturb some of the repeats."""
-    best = [math.inf] * len(works)
-    for _ in range(REPEATS):
-        for index, piece in enumerate(works):
-            piece.before()
-            began_s = clock()
-            piece.work()
-            best[index] = min(best[index], clock() - began_s)
-    return best
-
-
-def all_pieces(params: str, options: argparse.Namespace) -> list[Facts]:
-    """Time the pieces at several numbers of parameters, on one thread and on two."""
-    counts = [int(count) for count in params.split(",")]
-    return [row for n in counts for threads in THREADS for row in pieces(n, threads, options)]
-
-
 def table(rows: list[Facts]) -> str:
     """Format the rows as tables."""
     lines = [
@@ -610,20 +514,6 @@ def table(rows: list[Facts]) -> str:
             f"{row['size']:6}{row['phase']:13}{row['seconds']:9.3f}{row['ns_per_param']:10.1f}"
         )
     return "\n".join([*lines, "", *piece_table(rows)])
-
-
-def piece_table(rows: list[Facts]) -> list[str]:
-    """Format the rows of pieces."""
-    lines = [
-        f"{'params':>12} {'threads':>8} {'piece':12}{'ns/param':>10}{'x copy of read':>16}"
-        f"{'of read + written':>19}"
-    ]
-    for row in (r for r in rows if "piece" in r):
-        lines.append(
-            f"{row['params']:12,} {row['threads']:8} {row['piece']:12}{row['ns_per_param']:10.2f}"
-            f"{row['copies']:16.2f}{row['copies_moved']:19.2f}"
-        )
-    return lines
 
 
 def parser() -> argparse.ArgumentParser:

@@ -44,7 +44,7 @@ from torch import Tensor
 from atoll.compression import Codec, TopK, staging
 from atoll.compression.base import CPU
 from atoll.compression.blocks import Int8, squarable
-from atoll.compression.scratch import TILE, room, tiles_in_cache
+from atoll.compression.scratch import TILE, room, tiles_at_once
 from atoll.compression.sparse import Sparse, SparseCodec
 from atoll.optim.reduction.cells import (
     SHORT,
@@ -448,7 +448,7 @@ class Feedback:
         after_N: Tensor,
     ) -> tuple[list[bytes], list[float]]:
         """Encode the pieces of a batch, and write their residual; return frames and squares."""
-        at_once, share = tiles_in_cache(), self.beta / weight
+        at_once, share = tiles_at_once(), self.beta / weight
         numel = at_once * TILE
         old, new = torch.split(self.mass_N[cut], numel), torch.split(after_N[cut], numel)
         norms = torch.empty((cut.stop - cut.start) // SHORT)

@@ -475,8 +475,8 @@ def text_moved_on() -> str:
 
 
 @event("text.refused")
-def text_refused(*, peer: str, module: str, reason: str) -> str:
-    return f"{short(peer)} of {module} refuses this text: {reason}"
+def text_refused(*, peer: str, module: str, reason: str | None) -> str:
+    return f"{short(peer)} of {module} refuses this text" + (f": {reason}" if reason else "")
 
 
 @event("text.unusable")

@@ -363,7 +363,7 @@ async def _serve(
         copying(up, copies, say) as keeping,
     ):
         on_ready(up)
-        _spare_searches()
+        spare_searches()
         async with Tasks() as telling:
             if (as_json and not quiet) or track is not None:
                 telling.spawn(_record(up, track, as_json=as_json and not quiet))
@@ -376,7 +376,7 @@ async def _serve(
     return 130 if received == [signal.SIGINT] else 0
 
 
-def _spare_searches() -> None:
+def spare_searches() -> None:
     """Leave what is here by now out of the searches for garbage.
 
     Each would look through all of torch: 150 ms every few seconds, in which no call is answered.

@@ -317,7 +317,7 @@ class LiveModel:
             return
         self._refuses(stage, error.message)
 
-    def _refuses(self, stage: StageText, reason: str) -> None:
+    def _refuses(self, stage: StageText, reason: str | None) -> None:
         assert stage.server is not None
         peer, module = stage.server.peer_id, stage.servers.module
         stage.servers.refuses(peer)

@@ -93,6 +93,7 @@ class Inflow:
     async def asking(self, num_bytes: int) -> AsyncIterator[Came]:
         """Wait until so many bytes may be asked for; they count as asked for within the block."""
         if self.is_limited:
+            self.look()
             await self._pace.take(num_bytes)
             async with self._turn:
                 await self._find_room(num_bytes)

@@ -15,7 +15,7 @@ import asyncio
 import math
 from collections import deque
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 
 BITS = 8e-6  # Mbit in a byte
 SPAN_S = 10.0  # in which no more comes than the rate allows
@@ -23,6 +23,8 @@ LOOK_S = 0.25  # between two looks for room
 # Of the rate, for requests, whatever comes unasked: a peer whose rounds fill its cap has to catch
 # up all the same. As on the way out.
 LEAST_SHARE = 1 / 3
+# At once: they share what a donor with the least cap gives, and it serves no more of them.
+MAX_STREAMS = 2
 # Of a span's bytes, for which a request that is longer waits: it never finds room for all of it.
 MOST_SHARE = 0.5
 
@@ -69,6 +71,7 @@ class Inflow:
         """seconds, bytes so far, and those that were asked for: the last reading of before the
         span, and those within it"""
         self._turn = asyncio.Lock()
+        self._streams = asyncio.Semaphore(MAX_STREAMS)
 
     @property
     def is_limited(self) -> bool:
@@ -111,6 +114,16 @@ class Inflow:
             yield came
         finally:
             self._asked -= left
+
+    @asynccontextmanager
+    async def stream(self) -> AsyncIterator[None]:
+        """Wait until one of few may ask for one piece after the other, which all take the rate.
+
+        More would not be faster. Each would be slower, so that the donor seems not worth waiting
+        for, and what it has sent is lost.
+        """
+        async with self._streams if self.is_limited else nullcontext():
+            yield
 
     def look(self) -> None:
         """Read what has come; call it now and then, so that it is known when it came."""

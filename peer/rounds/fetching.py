@@ -166,16 +166,22 @@ async def fetch_body(ctx: Asking, peer: str, position: int, body_bytes: int) -> 
 
     Over a link with a cap it is asked for piece by piece: as a whole it comes at once.
     """
-    inflow, body = ctx.link.inflow, bytearray()
-    step = LEAF_BYTES if inflow.is_limited else body_bytes
-    while len(body) < body_bytes:
-        start, stop = len(body), min(len(body) + step, body_bytes)
-        request = BodyRequest(position=position, start=start, stop=stop)
-        async with inflow.asking(stop - start) as came:
-            async with await _open(ctx, peer, "body", request) as stream:
-                piece = await _exactly(ctx, stream, stop - start, came)
-        body = body + piece if body else piece
+    inflow = ctx.link.inflow
+    if not inflow.is_limited:
+        return await _fetch_piece(ctx, peer, position, 0, body_bytes)
+    body = bytearray()
+    async with inflow.stream():
+        for start in range(0, body_bytes, LEAF_BYTES):
+            stop = min(start + LEAF_BYTES, body_bytes)
+            body += await _fetch_piece(ctx, peer, position, start, stop)
     return body
+
+
+async def _fetch_piece(ctx: Asking, peer: str, position: int, start: int, stop: int) -> bytearray:
+    request = BodyRequest(position=position, start=start, stop=stop)
+    async with ctx.link.inflow.asking(stop - start) as came:
+        async with await _open(ctx, peer, "body", request) as stream:
+            return await _exactly(ctx, stream, stop - start, came)
 
 
 async def fetch_leaf_digests(ctx: Asking, peer: str, position: int, count: int) -> list[bytes]:

@@ -53,7 +53,7 @@ class KnownPeer:
         """Return the status for display: with its age, and left or gone if it is."""
         age_s = max(0.0, now_s - self.seen_s)
         if self.is_alive(now_s):
-            return dataclasses.replace(self.status, last_seen_s=age_s)
+            return self.status.seen(age_s)
         # A goodbye, which outlives a restart of the coordinator; an evicted peer gave none.
         state: PeerState = "left" if self.status.state == "leaving" else "gone"
         return dataclasses.replace(

@@ -456,6 +456,34 @@ def texts_not_served(*, reason: str) -> str:
     return f"serves no texts: {reason}"
 
 
+# a text that somebody asks for
+
+
+@event("text.joining")
+def text_joining(*, run: str, address: str) -> str:
+    return f"joining run {run} of {address}"
+
+
+@event("text.waiting")
+def text_waits(account: str, /, *, module: str, timeout_s: float) -> str:
+    return f"{account}; waiting up to {timeout_s:g} s for a server"
+
+
+@event("text.moved_on")
+def text_moved_on() -> str:
+    return "the run went on to its next round; so does the text"
+
+
+@event("text.refused")
+def text_refused(*, peer: str, module: str, reason: str | None) -> str:
+    return f"{short(peer)} of {module} refuses this text" + (f": {reason}" if reason else "")
+
+
+@event("text.unusable")
+def text_unusable(*, peer: str, module: str, reason: str) -> str:
+    return f"{short(peer)} of {module} gave an answer {reason}; it is asked no more"
+
+
 # a follower's exports
 
 

@@ -18,7 +18,7 @@ import asyncio
 import hashlib
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import suppress
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,6 +50,9 @@ from atoll.optim.log.orders import MAX_PENDING
 from atoll.optim.log.store import StoreHead
 from atoll.optim.state.layout import Layout, LayoutError
 from atoll.optim.state.outer_state import LEAF_BYTES, merkle_root, snapshot_bytes
+
+Asking = AbstractAsyncContextManager[Callable[[int], None]]
+"""A time in which bytes were asked for; gives what is to be told of their arrival."""
 
 APPLY_B_S = 50e6  # lowest rate; the coordinator applies an entry before it acknowledges it
 MAX_BODY_BYTES = 1 << 36  # a caller that knows its run passes a smaller limit
@@ -170,8 +173,8 @@ class CoordinatorClient(StatusClient):
         """The module whose log this peer follows, or asks for; if empty, joining sets it."""
         self.before_chunk: Callable[[int], Awaitable[None]] = _at_once
         """Awaited before each piece of a body is sent, with its bytes: a link may have a cap."""
-        self.after_chunk: Callable[[int], Awaitable[None]] = _at_once
-        """Awaited after each piece of a body or state came, with its bytes."""
+        self.asking: Callable[[int], Asking] = _at_any_time
+        """Entered before so many bytes of a body or state are asked for, and told what came."""
         self.leaves_a_call = 1 << 30
         """Leaves of a state to ask for at once: gRPC takes more than is read."""
         self._identity = identity
@@ -377,13 +380,14 @@ class CoordinatorClient(StatusClient):
             asked, is_there = min(stop - start, self.leaves_a_call), False
             what = pb.LeafRange(position=position, start=start, count=asked)
             request = pb.FetchRequest(auth=self._auth(), module=self.module, leaves=what)
-            async for reply in self._stream_out("Fetch", request):
-                leaf = _expect(reply, "leaf")
-                if len(leaf.data) > LEAF_BYTES:
-                    raise BadReply(f"leaf {leaf.index}: expected at most {LEAF_BYTES} bytes")
-                is_there = True
-                await self.after_chunk(len(leaf.data))
-                yield leaf.index, leaf.data
+            async with self.asking(asked * LEAF_BYTES) as came:
+                async for reply in self._stream_out("Fetch", request):
+                    leaf = _expect(reply, "leaf")
+                    if len(leaf.data) > LEAF_BYTES:
+                        raise BadReply(f"leaf {leaf.index}: expected at most {LEAF_BYTES} bytes")
+                    is_there = True
+                    came(len(leaf.data))
+                    yield leaf.index, leaf.data
             start += asked
 
     async def fetch_tokenizer(self, *, sha256: str, size: int) -> bytes:
@@ -494,12 +498,13 @@ class CoordinatorClient(StatusClient):
     async def _read_body(self, replies: AsyncIterator[Any], size: int) -> bytes:
         body = bytearray()
         while len(body) < size:
-            reply = await anext(replies, None)
-            if reply is None:
-                raise BadReply(f"expected a body of {size} bytes, got {len(body)}")
-            chunk = _expect(reply, "chunk")
-            body += chunk
-            await self.after_chunk(len(chunk))
+            async with self.asking(min(CHUNK_BYTES, size - len(body))) as came:
+                reply = await anext(replies, None)
+                if reply is None:
+                    raise BadReply(f"expected a body of {size} bytes, got {len(body)}")
+                chunk = _expect(reply, "chunk")
+                body += chunk
+                came(len(chunk))
         if len(body) != size:
             raise BadReply(f"expected a body of {size} bytes, got {len(body)}")
         return bytes(body)
@@ -507,6 +512,11 @@ class CoordinatorClient(StatusClient):
 
 async def _at_once(num_bytes: int) -> None:
     pass
+
+
+@asynccontextmanager
+async def _at_any_time(num_bytes: int) -> AsyncIterator[Callable[[int], None]]:
+    yield lambda arrived: None
 
 
 async def _write(stream: Any, part: pb.PublishRequest) -> None:  # noqa: ANN401

@@ -22,9 +22,11 @@ from __future__ import annotations
 
 import hashlib
 import sqlite3
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from itertools import accumulate
 from zlib import crc32
 
 from atoll.optim.log.entry import (
@@ -217,8 +219,16 @@ def _drop_from(store: LogStore, position: int, damage: Damage) -> None:
     damage.entries, damage.entries_from = damage.entries + gone, first
 
 
-def checked_body(store: LogStore, position: int) -> Iterator[bytes]:
-    """Yield a stored body in pieces of at most 1 MiB, each part of it checked at its end.
+def checked_body(
+    store: LogStore, position: int, start: int = 0, stop: int | None = None
+) -> Iterator[bytes]:
+    """Yield bytes of a stored body in pieces of at most 1 MiB, each part of it checked at its end.
+
+    Args:
+        store: holds it.
+        position: of its entry.
+        start: first byte. The part that it lies in is read, and checked, from its own first one.
+        stop: byte behind the last one; by default the body's end.
 
     Raises:
         NotStored: it is not here.
@@ -227,14 +237,21 @@ def checked_body(store: LogStore, position: int) -> Iterator[bytes]:
     record = store.get(position)
     if record is None:
         raise NotStored(f"entry {position} is not here")
+    stop = record.body_bytes if stop is None else min(stop, record.body_bytes)
+    if start > stop:
+        raise NotStored(f"the body of entry {position} has no byte {start}")
     try:
-        parts = _PartDigests(Entry.decode(record.entry))
+        parts = _PartDigests(Entry.decode(record.entry), start, stop)
     except LogError as error:
         raise NotStored(f"entry {position} is damaged on the disk: {error}") from None
-    for chunk in store.body_chunks(position):
+    at = parts.start
+    until = stop if stop < record.body_bytes else sys.maxsize  # one that is too long is damaged
+    for chunk in store.part_chunks(position, at, until):
         if not parts.fit(chunk):
             break
-        yield chunk
+        at += len(chunk)
+        if at > start:
+            yield chunk[start - at :] if at - start < len(chunk) else chunk
     else:
         if parts.are_whole:
             return
@@ -244,23 +261,32 @@ def checked_body(store: LogStore, position: int) -> Iterator[bytes]:
 
 
 class _PartDigests:
-    """Compares the parts of a body with their digests, as their bytes come."""
+    """Compares the parts of a body that end in [start, stop) with their digests, as bytes come."""
 
-    def __init__(self, entry: Entry) -> None:
-        self._parts = [part for part in entry.parts if part.wire_bytes][::-1]
+    def __init__(self, entry: Entry, start: int, stop: int) -> None:
+        parts = [part for part in entry.parts if part.wire_bytes]
+        ends = list(accumulate(part.wire_bytes for part in parts))
+        first = next((i for i, end in enumerate(ends) if start < end <= stop), len(ends))
+        self.start = ends[first] - parts[first].wire_bytes if first < len(ends) else start
+        """of what is to be read: of the first part that ends there, which may be before `start`"""
+        ending = [part for part, end in zip(parts, ends, strict=True) if start < end <= stop]
+        self._parts = ending[::-1]
+        self._tail = stop - self.start - sum(part.wire_bytes for part in ending)
+        """bytes of a part that ends later"""
         self._seen, self._hash = 0, hashlib.sha256()
 
     @property
     def are_whole(self) -> bool:
-        """Return whether all parts have come, with their digests."""
-        return not self._parts
+        """Return whether all bytes have come, and all parts have their digests."""
+        return not self._parts and not self._tail
 
     def fit(self, chunk: bytes) -> bool:
         """Take the next bytes; return False if they do not end a part as its digest says."""
         left = memoryview(chunk)
         while left:
             if not self._parts:
-                return False
+                self._tail -= len(left)
+                return self._tail >= 0
             part = self._parts[-1]
             piece = left[: part.wire_bytes - self._seen]
             self._hash.update(piece)

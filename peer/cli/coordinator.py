@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import gc
 import os
 import signal
 import sys
@@ -362,6 +363,7 @@ async def _serve(
         copying(up, copies, say) as keeping,
     ):
         on_ready(up)
+        spare_searches()
         async with Tasks() as telling:
             if (as_json and not quiet) or track is not None:
                 telling.spawn(_record(up, track, as_json=as_json and not quiet))
@@ -372,6 +374,15 @@ async def _serve(
                 telling.spawn(keep_beside(up, say))
             await race(stop.wait(), *([] if keeping is None else [keeping.run()]))
     return 130 if received == [signal.SIGINT] else 0
+
+
+def spare_searches() -> None:
+    """Leave what is here by now out of the searches for garbage.
+
+    Each would look through all of torch: 150 ms every few seconds, in which no call is answered.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 def _stop_on_signals(stop: asyncio.Event) -> list[signal.Signals]:

@@ -2,6 +2,7 @@
 
 import argparse
 import asyncio
+import json
 import math
 import sys
 import time
@@ -15,6 +16,7 @@ from atoll.peer.daemon.options import TEXT_WAIT_S
 if TYPE_CHECKING:
     from atoll.coordinator.run.invite import Invite
     from atoll.coordinator.run.levels import Level
+    from atoll.coordinator.run.notice import Notice, Report
     from atoll.peer.daemon.live_text import LiveOptions
     from atoll.peer.training.sampling import SamplingOptions
 
@@ -76,7 +78,11 @@ def add_parser(subparsers: Subparsers) -> None:
         help="Longest wait for a peer that serves a stage, with an INVITE (default: "
         f"{TEXT_WAIT_S:g}).",
     )
-    parser.add_argument("--json", action="store_true", help="Print one line of JSON when done.")
+    parser.add_argument(
+        "--json",
+        action="store_true",
+        help="Print one line of JSON when done; with an INVITE, events as lines of JSON on stderr.",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -144,7 +150,6 @@ def _from_run(args: argparse.Namespace, invite: "Invite", options: "SamplingOpti
         any_model_source=args.any_model_source,
         wait_s=args.wait,
     )
-    print(f"joining run {invite.run_id.hex()[:12]} of {invite.addresses[0]}", file=sys.stderr)
     asyncio.run(_generate(args, live, options))
     return 0
 
@@ -154,7 +159,7 @@ async def _generate(
 ) -> None:
     from atoll.peer.daemon.live_text import live_run
 
-    async with live_run(live, _report) as run:
+    async with live_run(live, _reporter(as_json=args.json)) as run:
         shown = _Shown(args)
         async for piece in run.generate(args.prompt, options):
             shown.add(piece)
@@ -165,11 +170,20 @@ async def _generate(
         shown.end(positions=readings)
 
 
-def _report(level: "Level", text: str) -> None:
-    """Print what happens on the way."""
+def _reporter(*, as_json: bool) -> "Report":
+    """Return what prints, beside the text, what happens on the way."""
+    from atoll.coordinator.run.notice import told_fields
     from atoll.coordinator.run.text import clean
 
-    print(f"{'' if level == 'info' else f'{level}: '}{clean(text)}", file=sys.stderr, flush=True)
+    def report(level: "Level", notice: "Notice") -> None:
+        if as_json:
+            told = {"kind": "event", "level": level, "time": round(time.time(), 3)}
+            line = json.dumps(told | told_fields(notice), allow_nan=False)
+        else:
+            line = f"{'' if level == 'info' else f'{level}: '}{clean(notice)}"
+        print(line, file=sys.stderr, flush=True)
+
+    return report
 
 
 class _Shown:

@@ -131,7 +131,9 @@ class GossipRun:
             ready_in_s=progress.ready_in_s,
         )
         ctx.link.cap(env.options.rates.most_mbit_s)
-        env.client.after_chunk = ctx.link.inflow.take
+        env.client.asking = ctx.link.inflow.asking
+        if ctx.link.inflow.is_limited:
+            env.client.leaves_a_call = 1
         # Without the coordinator nobody says that the run has begun; a peer that has joined before
         # was in it.
         has_begun = joined is None or bool(joined.epoch)
@@ -305,7 +307,7 @@ class StateSearch:
             ctx.layout,
             self._memory_numel,
             patience_s=4 * ctx.settings.stall_s,
-            after_leaf=ctx.link.inflow.take,
+            inflow=ctx.link.inflow,
         )
         self.recoveries += 1
         recovered = notices.state_from_neighbour(

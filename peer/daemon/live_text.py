@@ -9,7 +9,7 @@ Two at once have different keys, as no two processes may have one PeerID.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager, closing
 from dataclasses import dataclass, field
 from importlib.metadata import version
@@ -18,11 +18,12 @@ from tempfile import TemporaryDirectory
 
 from atoll.coordinator.rpc.client import CoordinatorClient, Joined
 from atoll.coordinator.run.invite import Invite
-from atoll.coordinator.run.levels import Level
+from atoll.coordinator.run.notice import Report
 from atoll.coordinator.run.spec import RunSpec
 from atoll.dht.addresses import usable
 from atoll.dht.identity import Identity
 from atoll.dht.node import Node
+from atoll.peer import notices
 from atoll.peer.daemon.membership import StateDirectory
 from atoll.peer.daemon.options import LISTEN, TEXT_WAIT_S
 from atoll.peer.daemon.sent_tokenizer import keep_tokenizer
@@ -98,7 +99,7 @@ class LiveRun:
 
 @asynccontextmanager
 async def live_run(
-    options: LiveOptions, on_event: Callable[[Level, str], None] = lambda level, text: None
+    options: LiveOptions, on_event: Report = lambda level, notice: None
 ) -> AsyncIterator[LiveRun]:
     """Join a run as a follower while the block runs.
 
@@ -111,9 +112,10 @@ async def live_run(
         paths = PeerPaths(root=options.state_dir)
         key = _key_file(stack, paths, options.invite.run_id)
         identity = Identity.load_or_create(key)
-        client = CoordinatorClient(
-            options.invite, identity, role="follower", version=version("atoll")
-        )
+        invite = options.invite
+        run, address = invite.run_id.hex()[:12], invite.addresses[0]
+        on_event("info", notices.text_joining(run=run, address=address))
+        client = CoordinatorClient(invite, identity, role="follower", version=version("atoll"))
         stack.push_async_callback(client.close)
         joined = await client.join()
         _expect_pipeline(joined.spec)

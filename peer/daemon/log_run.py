@@ -145,9 +145,12 @@ class LogRun:
             rule=rule_of(spec.round.reducer),
             on_evidence=env.outbox.evidence.append,
         )
-        self.ctx.link.cap(env.options.rates.most_mbit_s)
+        # Called by name, as the reporter is made below.
+        self.ctx.link.cap(
+            env.options.rates.most_mbit_s, received=lambda: self.reporter.wire_bytes()[1]
+        )
         env.client.before_chunk = self.ctx.link.outflow.take
-        env.client.after_chunk = self.ctx.link.inflow.take
+        env.client.asking = self.ctx.link.inflow.asking
         if self.ctx.link.inflow.is_limited:
             env.client.leaves_a_call = 1
         self._catching_up = CatchingUp(
@@ -256,6 +259,7 @@ class LogRun:
 
     def look(self) -> None:
         """Report a round that cannot be decided because electors are missing."""
+        self.ctx.link.inflow.look()
         replica = self.replica
         rounds = self.progress.ahead().rounds(self._env.spec.run.rounds)
         if rounds and replica.position >= rounds:  # complete: nothing more is decided

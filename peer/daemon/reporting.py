@@ -53,9 +53,9 @@ from atoll.peer.daemon.tally import RoundTally, outcome_of
 from atoll.peer.daemon.touch import Touch
 from atoll.peer.errors import PeerEvicted
 from atoll.peer.pipeline.tallies import HopStatistics
+from atoll.peer.rounds.bulk import BITS
 from atoll.peer.rounds.context import RoundTrace
 from atoll.peer.rounds.engine import Settled
-from atoll.peer.rounds.pacing import BITS
 
 if TYPE_CHECKING:
     from atoll.peer.daemon.peer import Environment

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from typing import Protocol
 
@@ -20,9 +19,16 @@ from atoll.dht.roster import PeerRecord, Roster, RosterError
 from atoll.dht.transport import PeerUnreachable, Refused, Stream, Transport, TransportError
 from atoll.optim.log.entry import LogError
 from atoll.optim.state.layout import Layout
-from atoll.optim.state.outer_state import Assembly, OuterState, StateError, merkle_root
+from atoll.optim.state.outer_state import (
+    LEAF_BYTES,
+    Assembly,
+    OuterState,
+    StateError,
+    merkle_root,
+)
 from atoll.peer.gossip.context import GossipContext
 from atoll.peer.gossip.messages import GossipHead
+from atoll.peer.rounds.bulk import Came, Inflow
 from atoll.peer.rounds.conduct import guarded_stream
 from atoll.peer.rounds.messages import LeafRequest, SnapshotMeta
 from atoll.peer.rounds.slots import Slots
@@ -103,10 +109,6 @@ class Lender:
         return state
 
 
-async def _at_once(num_bytes: int) -> None:
-    pass
-
-
 async def fetch_state(
     transport: Transport,
     peer: str,
@@ -114,7 +116,7 @@ async def fetch_state(
     memory_numel: int,
     *,
     patience_s: float,
-    after_leaf: Callable[[int], Awaitable[None]] = _at_once,
+    inflow: Inflow | None = None,
 ) -> OuterState:
     """Fetch a peer's current state.
 
@@ -124,7 +126,7 @@ async def fetch_state(
         layout: layout of the run's model.
         memory_numel: values that the outer step keeps in addition to the parameters.
         patience_s: time limit for each leaf.
-        after_leaf: awaited after each leaf, with its bytes: the link may have a cap.
+        inflow: of a link that may have a cap.
 
     Raises:
         TransportError: the donor cannot be reached or no longer lends the state.
@@ -142,10 +144,13 @@ async def fetch_state(
         root=merkle_root(digests),
         memory_numel=memory_numel,
     )
-    for start in range(0, len(digests), LEAVES_A_REQUEST):
-        stop = min(start + LEAVES_A_REQUEST, len(digests))
+    inflow = inflow or Inflow()
+    step = 1 if inflow.is_limited else LEAVES_A_REQUEST
+    for start in range(0, len(digests), step):
+        stop = min(start + step, len(digests))
         request = LeafRequest(position=meta.position, start=start, stop=stop)
-        await _fetch_leaves(transport, peer, request, assembly, patience_s, after_leaf)
+        async with inflow.asking((stop - start) * LEAF_BYTES) as came:
+            await _fetch_leaves(transport, peer, request, assembly, patience_s, came)
     return assembly.finish()
 
 
@@ -155,7 +160,7 @@ async def _fetch_leaves(
     request: LeafRequest,
     assembly: Assembly,
     patience_s: float,
-    after_leaf: Callable[[int], Awaitable[None]],
+    came: Came,
 ) -> None:
     async with await transport.open(peer, "gossip-leaves", timeout_s=patience_s) as stream:
         await stream.send(request.encode(), timeout_s=patience_s)
@@ -163,7 +168,7 @@ async def _fetch_leaves(
             leaf = await stream.recv(timeout_s=patience_s)
             if leaf is None:
                 raise PeerUnreachable("the stream ended before all leaves arrived", peer=peer)
-            await after_leaf(len(leaf))
+            came(len(leaf))
             assembly.add(index, leaf)
 
 

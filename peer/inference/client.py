@@ -27,13 +27,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from atoll.coordinator.run.levels import Level
-from atoll.dht.identity import short
+from atoll.coordinator.run.notice import Report
 from atoll.dht.refusals import RefusalCode
 from atoll.dht.roster import PeerRecord, RosterError
 from atoll.dht.scoped import transport_of
 from atoll.dht.transport import PeerUnreachable, Refused, Transport, TransportError
 from atoll.optim.log.entry import MalformedRecord
+from atoll.peer import notices
 from atoll.peer.inference.choice import Servers
 from atoll.peer.inference.messages import (
     NUMBER_BYTES,
@@ -132,7 +132,7 @@ class LiveModel:
         num_logits: int,
         context: int,
         wait_s: float,
-        on_event: Callable[[Level, str], None] = lambda level, text: None,
+        on_event: Report = lambda level, notice: None,
         rng: random.Random | None = None,
     ) -> None:
         """Ask nobody yet.
@@ -205,7 +205,7 @@ class LiveModel:
             try:
                 return await self._through_all(new)
             except _LeftBehind:
-                self._on_event("info", "the run went on to its next round; so does the text")
+                self._on_event("info", notices.text_moved_on())
                 self._forget()
         raise RunTooFast(
             "the run's rounds end sooner than this text can be computed anew; generate fewer "
@@ -315,8 +315,14 @@ class LiveModel:
         if error.code is RefusalCode.UNKNOWN_METHOD:  # its owner's choice
             stage.servers.is_off(stage.server.peer_id)
             return
-        stage.servers.refuses(stage.server.peer_id)
-        self._on_event("warning", f"{_name(stage)} refuses: {error.message}")
+        self._refuses(stage, error.message)
+
+    def _refuses(self, stage: StageText, reason: str | None) -> None:
+        assert stage.server is not None
+        peer, module = stage.server.peer_id, stage.servers.module
+        stage.servers.refuses(peer)
+        refused = notices.text_refused(peer=peer, module=module, reason=reason)
+        self._on_event("warning", refused)
 
     def _expect_usable(
         self, stage: StageText, answer: Extended, payload: memoryview, rows: int
@@ -334,8 +340,7 @@ class LiveModel:
                 servers.has_moved(peer, stage.position)
                 raise _Replace
             case "refused":
-                servers.refuses(peer)
-                self._on_event("warning", f"{_name(stage)} refuses this text: {answer.reason}")
+                self._refuses(stage, answer.reason)
                 raise _Replace
             case "gap":
                 return
@@ -348,8 +353,10 @@ class LiveModel:
 
     def _told_falsely(self, stage: StageText, how: str) -> _Replace:
         assert stage.server is not None
-        self._on_event("warning", f"{_name(stage)} gave an answer {how}; it is asked no more")
-        stage.servers.lied(stage.server.peer_id)
+        peer, module = stage.server.peer_id, stage.servers.module
+        unusable = notices.text_unusable(peer=peer, module=module, reason=how)
+        self._on_event("warning", unusable)
+        stage.servers.lied(peer)
         return _Replace()
 
     # Servers
@@ -368,9 +375,10 @@ class LiveModel:
                 raise NoServer(self._nobody(servers))
             if not is_told and record is None:
                 is_told = True
-                self._on_event(
-                    "info", f"{servers.account()}; waiting up to {self._wait_s:g} s for a server"
+                waits = notices.text_waits(
+                    servers.account(), module=servers.module, timeout_s=self._wait_s
                 )
+                self._on_event("info", waits)
             await asyncio.sleep(POLL_S)
 
     async def _connected(self, servers: Servers, record: PeerRecord) -> bool:
@@ -414,8 +422,3 @@ class LiveModel:
         for stage in self._stages:
             stage.position = None
             stage.begin_session()
-
-
-def _name(stage: StageText) -> str:
-    assert stage.server is not None
-    return f"{short(stage.server.peer_id)} of {stage.servers.module}"

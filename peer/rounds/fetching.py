@@ -31,10 +31,12 @@ from atoll.optim.log.store import Damaged, NotStored, SnapshotFile, StoreCorrupt
 from atoll.optim.reduction.cells import Bytes
 from atoll.optim.state.outer_state import DIGEST_BYTES, LEAF_BYTES
 from atoll.peer.notices import disk_damaged
+from atoll.peer.rounds.bulk import Came
 from atoll.peer.rounds.conduct import guarded_stream
 from atoll.peer.rounds.context import Context, RoundSettings
 from atoll.peer.rounds.messages import (
     PIECE_BYTES,
+    BodyRequest,
     Decided,
     LeafRequest,
     PartRequest,
@@ -94,6 +96,13 @@ async def fetch_part(ctx: Context, peers: Iterable[str], digest: bytes, wire_byt
         PeerUnreachable: no peer has it.
     """
     request = PartRequest(digest=digest, wire_bytes=wire_bytes)
+    async with ctx.link.inflow.asking(wire_bytes) as came:
+        return await _fetch_from_any(ctx, peers, request, came)
+
+
+async def _fetch_from_any(
+    ctx: Context, peers: Iterable[str], request: PartRequest, came: Came
+) -> Bytes:
     waiting = deque(peer for peer in dict.fromkeys(peers) if peer != ctx.me.peer_id)
     asked: dict[asyncio.Task[Bytes], _Progress] = {}
     quiet_s = QUIET_STALLS * ctx.settings.stall_s
@@ -101,7 +110,7 @@ async def fetch_part(ctx: Context, peers: Iterable[str], digest: bytes, wire_byt
         while waiting or asked:
             if waiting and all(ctx.now() >= each.came_at + quiet_s for each in asked.values()):
                 progress = _Progress(came_at=ctx.now())
-                work = _fetch_part(ctx, waiting.popleft(), request, progress)
+                work = _fetch_part(ctx, waiting.popleft(), request, progress, came)
                 asked[asyncio.create_task(work)] = progress
             timeout_s = quiet_s if waiting else None
             done, _ = await asyncio.wait(
@@ -113,7 +122,7 @@ async def fetch_part(ctx: Context, peers: Iterable[str], digest: bytes, wire_byt
                     return task.result()
     finally:
         await end(*asked, expected=(MalformedRecord,))
-    raise PeerUnreachable(f"no peer has the part {digest.hex()[:12]}")
+    raise PeerUnreachable(f"no peer has the part {request.digest.hex()[:12]}")
 
 
 @dataclass(kw_only=True)
@@ -124,10 +133,12 @@ class _Progress:
     """when the last bytes came, or when it began"""
 
 
-async def _fetch_part(ctx: Context, peer: str, request: PartRequest, progress: _Progress) -> Bytes:
+async def _fetch_part(
+    ctx: Context, peer: str, request: PartRequest, progress: _Progress, came: Came
+) -> Bytes:
     body = bytearray()
     async with await _open(ctx, peer, "part", request) as stream:
-        floor = _Floor(ctx)
+        floor = _Floor(ctx, came)
         while len(body) < request.wire_bytes:
             body += await floor.message(stream)
             progress.came_at = ctx.now()
@@ -151,10 +162,26 @@ async def fetch_headers(ctx: Asking, peer: str, start: int, stop: int) -> list[D
 
 
 async def fetch_body(ctx: Asking, peer: str, position: int, body_bytes: int) -> bytearray:
-    """Fetch the body of one entry, unverified but of the right length."""
-    is_paid = await _may_come(ctx, body_bytes)
-    async with await _open(ctx, peer, "body", Span(start=position, stop=position + 1)) as stream:
-        return await _exactly(ctx, stream, body_bytes, is_paid=is_paid)
+    """Fetch the body of one entry, unverified but of the right length.
+
+    Over a link with a cap it is asked for piece by piece: as a whole it comes at once.
+    """
+    inflow = ctx.link.inflow
+    if not inflow.is_limited:
+        return await _fetch_piece(ctx, peer, position, 0, body_bytes)
+    body = bytearray()
+    async with inflow.stream():
+        for start in range(0, body_bytes, LEAF_BYTES):
+            stop = min(start + LEAF_BYTES, body_bytes)
+            body += await _fetch_piece(ctx, peer, position, start, stop)
+    return body
+
+
+async def _fetch_piece(ctx: Asking, peer: str, position: int, start: int, stop: int) -> bytearray:
+    request = BodyRequest(position=position, start=start, stop=stop)
+    async with ctx.link.inflow.asking(stop - start) as came:
+        async with await _open(ctx, peer, "body", request) as stream:
+            return await _exactly(ctx, stream, stop - start, came)
 
 
 async def fetch_leaf_digests(ctx: Asking, peer: str, position: int, count: int) -> list[bytes]:
@@ -171,24 +198,12 @@ async def fetch_leaves(
     """Fetch consecutive leaves of a snapshot, unverified; over a link with a cap each alone."""
     step = 1 if ctx.link.inflow.is_limited else len(indices)
     for some in (indices[i : i + step] for i in range(0, len(indices), step)):
-        is_paid = await _may_come(ctx, len(some) * LEAF_BYTES)
         request = LeafRequest(position=position, start=some[0], stop=some[-1] + 1)
-        async with await _open(ctx, peer, "leaves", request) as stream:
-            floor = _Floor(ctx, is_paid=is_paid)
-            for index in some:
-                yield index, await floor.message(stream)
-
-
-async def _may_come(ctx: Asking, num_bytes: int) -> bool:
-    """Wait until the cap of the link lets so many bytes come; return whether there is a cap.
-
-    They are waited for before they are asked for: a donor sends them at once, and libp2p takes
-    megabytes of each stream before a reader that waits holds it up.
-    """
-    if not ctx.link.inflow.is_limited:
-        return False
-    await ctx.link.inflow.take(num_bytes)
-    return True
+        async with ctx.link.inflow.asking(len(some) * LEAF_BYTES) as came:
+            async with await _open(ctx, peer, "leaves", request) as stream:
+                floor = _Floor(ctx, came)
+                for index in some:
+                    yield index, await floor.message(stream)
 
 
 def _patience_s(ctx: Asking) -> float:
@@ -204,12 +219,12 @@ async def _open(ctx: Asking, peer: str, method: str, request: Record) -> Stream:
 class _Floor:
     """Receives from one donor, for as long as it delivers at a rate worth waiting for."""
 
-    def __init__(self, ctx: Asking, *, is_paid: bool = False) -> None:
-        """`is_paid`: what comes was waited for before it was asked for."""
+    def __init__(self, ctx: Asking, came: Came | None = None) -> None:
+        """`came` is told the bytes of each message."""
         self._now = asyncio.get_running_loop().time
         self._began_at = self._now()
         self._patience_s = _patience_s(ctx)
-        self._inflow = None if is_paid else ctx.link.inflow
+        self._tell_came = came
         self.came = 0
         """bytes"""
 
@@ -228,10 +243,8 @@ class _Floor:
             )
         message = await stream.recv(timeout_s=left_s)
         self.came += len(message or b"")
-        if self._inflow is not None:
-            waits_at = self._now()
-            await self._inflow.take(len(message or b""))
-            self._began_at += self._now() - waits_at  # it is not the donor's
+        if self._tell_came is not None:
+            self._tell_came(len(message or b""))
         return message
 
     async def message(self, stream: Stream) -> bytes:
@@ -291,10 +304,10 @@ class _Outflow:
 
 
 async def _exactly(
-    ctx: Asking, stream: Stream, wire_bytes: int, *, is_paid: bool = False
+    ctx: Asking, stream: Stream, wire_bytes: int, came: Came | None = None
 ) -> bytearray:
     body = bytearray()
-    floor = _Floor(ctx, is_paid=is_paid)
+    floor = _Floor(ctx, came)
     while len(body) < wire_bytes:
         body += await floor.message(stream)
     if len(body) != wire_bytes:
@@ -368,10 +381,12 @@ class Archive:
                 await out.send(decided.encode())
 
     async def _serve_body(self, remote: str, stream: Stream) -> None:
-        span = await self._request(stream, Span)
+        request = await self._request(stream, BodyRequest)
+        position = request.position
         async with self._outflow(remote, stream) as out:
-            chunks = checked_body(self._ctx.replica.store, span.start)
-            await self._send_stored(out, chunks, f"the body of entry {span.start}")
+            store = self._ctx.replica.store
+            chunks = checked_body(store, position, request.start, request.stop)
+            await self._send_stored(out, chunks, f"the body of entry {position}")
 
     async def _send_stored(self, out: _Outflow, chunks: Iterator[bytes], what: str) -> None:
         """Send what is on the disk, of which a stream that waits for a slot holds a megabyte."""

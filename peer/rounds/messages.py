@@ -17,7 +17,7 @@ Streams (duplex; an empty message is a sign of life)::
     reduce   (Reduce | Upfront), cells -> ; <- cells, PartDone     member and relay; both and owner
     part     PartRequest ->  <- pieces of a part that the entry names by digest
     headers  Span ->         <- Decided*                                 entries with certificates
-    body     Span ->         <- pieces of the bodies, one entry after another
+    body     BodyRequest ->  <- pieces of the body of an entry
     digests  LeafRequest ->  <- pieces of the digests of a snapshot's leaves
     leaves   LeafRequest ->  <- leaves of a snapshot
 
@@ -62,7 +62,7 @@ from atoll.optim.log.entry import (
 from atoll.optim.log.locks import Justification, Lock
 from atoll.optim.state.outer_step import to_fp32
 
-PROTOCOL = 12  # peers of another protocol refuse each other's reports
+PROTOCOL = 13  # peers of another protocol refuse each other's reports
 # Members above which relays add up their rows' codes (`rows`), nothing goes up front, and only
 # acceptors get the reports' signatures: an owner would hold the codes of all before it knows what
 # they weigh, and signatures are half of a group's bytes. With fewer members the bytes of sums cost
@@ -531,6 +531,14 @@ class PartRequest(Record):
 class Span(Record):
     """The entries ``[start, stop)``."""
 
+    start: Count
+    stop: Count
+
+
+class BodyRequest(Record):
+    """The bytes ``[start, stop)`` of the body of the entry at ``position``."""
+
+    position: Count
     start: Count
     stop: Count
 

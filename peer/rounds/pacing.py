@@ -13,7 +13,8 @@ Nor is one whose rounds are too short for a reading: nothing would find a pace t
 Codes that leave up front and the rest of their round are one reading, with a pause.
 An owner may cap the link (`Link.cap`). Then no pace exceeds a part of the cap, and the rest is for
 other bulk (`Throttle`): what joiners read here, and entries for the coordinator. A part of its own
-lets neither starve the other. What a recovery fetches has the whole cap, as it goes the other way.
+lets neither starve the other. What is asked of others (`Inflow`) has what rounds leave of the cap
+on the way in.
 Nor may more than `QUEUE_S` of it queue beyond what is under way for a round trip, however wrong
 the rate. Round trips are those of questions that peers answer at once, the least of each peer.
 If next to nothing is confirmed for as long as a queue and a round trip last, the rest is lost.
@@ -26,12 +27,13 @@ import heapq
 import math
 import statistics
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count, groupby, pairwise
 
 from atoll.dht.tasks import Tasks
 from atoll.dht.transport import Transport
+from atoll.peer.rounds.bulk import BITS, Inflow, Throttle
 from atoll.peer.rounds.slots import MAX_SLOTS
 
 UNKNOWN_MBIT_S = 100.0  # what a link is taken for of which nothing is known
@@ -78,7 +80,6 @@ LIVE_SHARE = 1 / 16
 # coordinator get 1 MiB each within their patience.
 SPARE_SHARE = 1 / 3
 LEAST_READERS, READER_MBIT_S = 2, 0.6  # a reader gives up on a donor below 64 kB/s
-BITS = 8e-6  # Mbit in a byte
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -393,31 +394,6 @@ class Pacer:
         return max(self._free_at_s, now_s - BURST_S) + num_bytes * BITS / self.rate_mbit_s
 
 
-class Throttle:
-    """Lets bulk pass at no more than so many bytes a second, first come, first served."""
-
-    def __init__(self) -> None:
-        """Hold back nobody until `rate_mbit_s` is set."""
-        self.rate_mbit_s = math.inf
-        self._free_at_s = 0.0
-
-    @property
-    def is_limited(self) -> bool:
-        """Return whether there is a limit."""
-        return math.isfinite(self.rate_mbit_s)
-
-    async def take(self, num_bytes: int) -> None:
-        """Wait until these bytes, and all before them, have had their time.
-
-        Also the first of a burst waits for its own: several streams that begin at once would
-        otherwise pass a megabyte each, which is seconds of a link with a low cap.
-        """
-        now_s = asyncio.get_running_loop().time()
-        self._free_at_s = max(self._free_at_s, now_s) + num_bytes * BITS / self.rate_mbit_s
-        if self._free_at_s > now_s:
-            await asyncio.sleep(self._free_at_s - now_s)
-
-
 class LinkReading:
     """One reduction's look at the link."""
 
@@ -444,8 +420,8 @@ class Link:
 
     def __init__(self) -> None:
         self.pacer = Pacer()
-        self.inflow = Throttle()
-        """for what recoveries fetch"""
+        self.inflow = Inflow()
+        """for what is asked of others: states, updates, parts"""
         self.outflow = Throttle()
         """for bulk that is no part of a round or a pass"""
         self._most_mbit_s = math.inf
@@ -470,11 +446,17 @@ class Link:
         self._declared_mbit_s = uplink_mbit_s
         self._set_pace()
 
-    def cap(self, most_mbit_s: float) -> None:
-        """Use no more of the link than the owner allows, each way; 0 for all of it."""
+    def cap(self, most_mbit_s: float, received: Callable[[], int] | None = None) -> None:
+        """Use no more of the link than the owner allows, each way.
+
+        Args:
+            most_mbit_s: 0 for all of it.
+            received: returns all bytes that this peer has received (`Inflow.limit`).
+        """
         self._most_mbit_s = most_mbit_s or math.inf
         most = DECLARED_SHARE * self._most_mbit_s
-        self.inflow.rate_mbit_s, self.outflow.rate_mbit_s = most, SPARE_SHARE * most
+        self.inflow.limit(most, received)
+        self.outflow.rate_mbit_s = SPARE_SHARE * most
         self._set_pace()
 
     @property

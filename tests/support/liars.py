@@ -47,6 +47,7 @@ from atoll.peer.rounds.messages import (
     UPFRONT,
     AskCommit,
     Ballot,
+    BodyRequest,
     Group,
     JustifiedPropose,
     Known,
@@ -452,7 +453,9 @@ class Liar:
         span = Span(start=start, stop=rng.choice((start + 1, start + 100, FAR + 1)))
         asks: dict[str, Record] = {
             "headers": span,
-            "body": span,
+            "body": BodyRequest(
+                position=start, start=rng.choice((0, 7, FAR)), stop=rng.choice((1, 100, FAR))
+            ),
             "digests": LeafRequest(position=start, start=0, stop=FAR),
             "leaves": LeafRequest(position=start, start=0, stop=FAR),
             "part": PartRequest(digest=rng.randbytes(32), wire_bytes=rng.choice((0, 100, FAR))),

@@ -68,6 +68,13 @@ def test_what_a_peer_leaves_behind_is_not_omitted() -> None:
     assert FlowStatus().waits_for == ""
 
 
+def test_a_peer_that_was_seen_is_the_same_but_for_the_time() -> None:
+    peer = RUN.peers[0]
+    seen = peer.seen(3.0)
+    assert seen == dataclasses.replace(peer, last_seen_s=3.0)
+    assert peer.last_seen_s != 3.0
+
+
 def test_nothing_wrong_leaves_either() -> None:
     with pytest.raises(StatusError, match=r"peers.0.loss"):
         dataclasses.replace(RUN, peers=[PeerStatus(peer_id="p", loss=float("inf"))]).to_json()

@@ -9,6 +9,7 @@ import sqlite3
 from collections.abc import Iterator
 from contextlib import closing
 from functools import partial
+from itertools import accumulate, combinations_with_replacement
 from pathlib import Path
 
 import pytest
@@ -39,6 +40,32 @@ def test_a_body_is_sent_as_it_is(log: Log) -> None:
     assert store.take_damaged() == []
     with pytest.raises(NotStored):
         next(checked_body(store, 9))
+
+
+def parts_of(log: Log, position: int) -> list[int]:
+    """Return where the parts of a body end."""
+    return list(accumulate(part.wire_bytes for part in log.entries[position][0].entry.parts))
+
+
+def test_a_piece_of_a_body_is_sent_as_it_is(log: Log) -> None:
+    store, (_, body) = log.whole.store, log.entries[3]
+    cuts = [0, 1, *(end + n for end in parts_of(log, 3) for n in (-1, 0, 1)), len(body) + 9]
+    for start, stop in combinations_with_replacement(cuts[:-2], 2):
+        assert b"".join(checked_body(store, 3, start, stop)) == body[start:stop]
+    for start, stop in ((2, 1), (len(body) + 1, len(body) + 2)):
+        with pytest.raises(NotStored):
+            next(checked_body(store, 3, start, stop))
+    assert store.take_damaged() == []
+
+
+def test_a_piece_that_ends_a_part_is_checked_with_all_of_it(log: Log) -> None:
+    store, middle = log.whole.store, len(log.entries[3][1]) // 2
+    end = next(end for end in parts_of(log, 3) if end > middle)
+    flip(log.folder / "whole", "bodies", "data", "position = 3")  # in the middle
+    assert list(checked_body(store, 3, middle, end - 1)) and store.take_damaged() == []
+    with pytest.raises(Damaged):
+        list(checked_body(store, 3, end - 1, end))
+    assert store.take_damaged() == [3]
 
 
 def test_no_body_is_sent_whose_entry_cannot_be_read(log: Log) -> None:

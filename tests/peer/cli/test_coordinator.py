@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import gc
 import signal
 import socket
 import subprocess
@@ -11,7 +12,7 @@ import pytest
 
 from atoll.coordinator.copies.sealing import RecoveryKey
 from atoll.coordinator.run.spec import RunSpec, template
-from atoll.peer.cli.coordinator import costs_of
+from atoll.peer.cli.coordinator import costs_of, spare_searches
 from support.commands import contents, refused
 from support.forks import Forked
 
@@ -205,3 +206,11 @@ def test_a_coordinator_that_starts_again_is_the_same(tmp_path):
         assert (tmp_path / "invite").read_text() == out
         invites.append(out)
     assert invites[0] == invites[1]
+
+
+def test_searches_for_garbage_leave_out_what_was_loaded():
+    try:
+        spare_searches()
+        assert len(gc.get_objects()) < gc.get_freeze_count() / 10
+    finally:
+        gc.unfreeze()

@@ -52,3 +52,11 @@ def test_the_invite_of_a_dense_run_names_what_works(atoll, invite):
 def test_a_coordinator_that_is_away_is_named(atoll):
     told = atoll("sample", INVITE, "--prompt", "def ")
     assert told.code == 1 and "Traceback" not in told.err and "127.0.0.1:9" in told.err
+    assert told.err.startswith("joining run ")
+
+
+def test_what_happens_on_the_way_is_json_for_programs(atoll):
+    told = atoll("sample", INVITE, "--prompt", "def ", "--json")
+    event = json.loads(told.err.splitlines()[0])
+    assert (event["kind"], event["level"], event["code"]) == ("event", "info", "text.joining")
+    assert event["fields"]["address"] == "127.0.0.1:9" and told.out == ""

@@ -11,6 +11,7 @@ from atoll.peer.rounds.conduct import Conduct
 from atoll.peer.rounds.messages import (
     REDUCE,
     Announced,
+    BodyRequest,
     LeafRequest,
     PartRequest,
     Prepare,
@@ -130,7 +131,9 @@ def test_requests_for_what_is_not_there_are_refused_without_work(tmp_path):
     async def attack(stranger, peer):
         for method, request in (
             ("part", PartRequest(digest=b"q" * 32, wire_bytes=2**40)),
-            ("body", Span(start=10**9, stop=10**9 + 1)),
+            ("body", BodyRequest(position=10**9, start=0, stop=2**40)),
+            ("body", BodyRequest(position=0, start=2**40, stop=2**41)),
+            ("body", BodyRequest(position=0, start=2, stop=1)),
             ("digests", LeafRequest(position=10**9, start=0, stop=2**40)),
             ("digests", LeafRequest(position=2, start=0, stop=2**40)),
             ("leaves", LeafRequest(position=10**9, start=0, stop=2**40)),

@@ -10,9 +10,10 @@ from atoll.dht.transport import PeerUnreachable, Refused
 from atoll.optim.log.entry import MalformedRecord, sha256
 from atoll.optim.state.outer_state import LEAF_BYTES
 from atoll.peer.rounds import fetching
+from atoll.peer.rounds.bulk import BITS
 from atoll.peer.rounds.fetching import fetch_body, fetch_headers, fetch_leaves, fetch_part
 from atoll.peer.rounds.messages import LeafRequest, Span, deflated, inflated
-from atoll.peer.rounds.pacing import BITS, DECLARED_SHARE, SPARE_SHARE, Link
+from atoll.peer.rounds.pacing import DECLARED_SHARE, SPARE_SHARE, Link
 from support.strikes import passed
 from support.swarm import run_swarm
 
@@ -134,6 +135,30 @@ def test_over_a_link_with_a_cap_no_leaf_is_asked_for_before_its_time(most_mbit_s
     leaf_s = LEAF_BYTES * BITS / (DECLARED_SHARE * most_mbit_s)
     assert [(start, stop) for _, start, stop in asked] == [(i, i + 1) for i in range(8)]
     assert [at_s for at_s, _, _ in asked] == pytest.approx([leaf_s * (i + 1) for i in range(8)])
+
+
+def test_over_a_link_with_a_cap_a_body_is_asked_for_piece_by_piece(tmp_path, monkeypatch):
+    async def scenario(swarm):
+        peers = await swarm.start(3, window_s=1.0)
+        await swarm.until(lambda: passed(peers, 4))
+        donor, asking = peers[:2]
+        await donor.replica.saved()
+        name, body = donor.identity.peer_id, donor.replica.store.body(2)
+        monkeypatch.setattr(fetching, "LEAF_BYTES", len(body) // 3)
+        asked, send = [], fetching._open
+
+        async def note(ctx, peer, method, request):
+            asked.append((request.start, request.stop))
+            return await send(ctx, peer, method, request)
+
+        monkeypatch.setattr(fetching, "_open", note)
+        assert await fetch_body(asking.ctx, name, 2, len(body)) == body
+        asking.ctx.link.cap(10.0)
+        assert await fetch_body(asking.ctx, name, 2, len(body)) == body
+        third = len(body) // 3
+        assert asked[:3] == [(0, len(body)), (0, third), (third, 2 * third)]
+
+    run_swarm(tmp_path, scenario)
 
 
 def test_a_deflated_record_is_read_up_to_its_limit():

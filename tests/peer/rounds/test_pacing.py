@@ -31,7 +31,6 @@ from atoll.peer.rounds.pacing import (
     Pacer,
     RateEstimate,
     Sample,
-    Throttle,
     peak_mbit_s,
     saturated_mbit_s,
 )
@@ -374,24 +373,6 @@ def test_few_read_from_a_link_with_a_low_cap():
     link = Link()
     readers = [link.cap(most) or link.max_readers for most in (5.0, 12.0, 100.0)]
     assert readers == [2, 6, MAX_SLOTS]
-
-
-def test_bulk_passes_at_the_rate_of_its_allowance():
-    async def main():
-        throttle, loop = Throttle(), asyncio.get_running_loop()
-        took_s = []
-
-        async def pass_all():
-            for _ in range(10):
-                await throttle.take(PIECE)
-
-        for rate_mbit_s in (float("inf"), 10.0):
-            throttle.rate_mbit_s, began_s = rate_mbit_s, loop.time()
-            await asyncio.gather(pass_all(), pass_all())  # two streams share it
-            took_s.append(loop.time() - began_s)
-        return took_s
-
-    assert run(main()) == pytest.approx([0.0, 2.0])
 
 
 def test_a_pace_that_holds_up_a_short_round_is_dropped_until_a_long_one():

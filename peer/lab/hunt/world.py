@@ -20,6 +20,8 @@ from collections import Counter
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass, field
+from functools import cache
+from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,7 +29,7 @@ from typing import Any
 import torch
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from atoll.coordinator import invites
+from atoll.coordinator import admission_control, invites
 from atoll.coordinator.coordinator import Coordinator
 from atoll.coordinator.copies import keeping as copies_keeping
 from atoll.coordinator.copies import owners, restoring, writing
@@ -40,6 +42,7 @@ from atoll.coordinator.run.keys import RunKeys
 from atoll.coordinator.run.levels import Level
 from atoll.coordinator.run.spec import RunSpec
 from atoll.coordinator.service import server
+from atoll.coordinator.service import service as service_module
 from atoll.coordinator.service.service import Service
 from atoll.dht import clock, identity
 from atoll.dht.identity import Identity
@@ -52,7 +55,7 @@ from atoll.optim.log.replica import DISK_ERRORS, Applied, LiveReplica
 from atoll.optim.log.store import StoreCorrupt
 from atoll.optim.state.layout import Layout
 from atoll.optim.state.outer_state import OuterState
-from atoll.peer.daemon import gossip_run, keeping, log_run, reducer, reporting
+from atoll.peer.daemon import gossip_run, keeping, log_run, reducer, reporting, touch
 from atoll.peer.daemon import peer as peer_module
 from atoll.peer.daemon.keeping import KeptBallots
 from atoll.peer.daemon.reach import bootstrap
@@ -91,6 +94,7 @@ NUMEL = 1500
 BLOCKS = 3
 MOST_PEERS = 6
 VERIFYING = (admission, eviction, identity, log_entry)  # modules that verify signatures
+VERSIONED = (admission_control, peer_module, service_module, touch)  # that read Atoll's version
 
 
 class WatchedReplica(LiveReplica):
@@ -173,10 +177,10 @@ class World:
         )
         method = self.spec.method()
         planned = getattr(method, "lr", 0.0), getattr(method, "momentum", 0.0)
-        self.audit = Audit(_keys(plan).run_public_key, planned, units=plan.units)
+        self.audit = Audit(_keys(plan.seed).run_public_key, planned, units=plan.units)
         self.coordinator = CoordinatorMachine(self, "coordinator", _identity(plan, 0))
         self.copies = HuntTarget(folder.name) if plan.copies else None
-        self.organiser = Organiser(self, _keys(plan), _identity(plan, -1), plan.faults)
+        self.organiser = Organiser(self, _keys(plan.seed), _identity(plan, -1), plan.faults)
         self.peers: list[PeerMachine] = []
         for _ in range(plan.keepers):
             self._add_peer(is_keeper=True)
@@ -225,7 +229,7 @@ class World:
 
         def audited_check(remote: str, credential: bytes, /, use: str = "") -> float | None:
             until_s = check(remote, credential, use)
-            admission = Admission.open(credential, _keys(self.plan).run_public_key)
+            admission = Admission.open(credential, _keys(self.plan.seed).run_public_key)
             late_s = self._true_clock_s() - admission.expires_s - self._clock_errors_s
             if late_s > CLOCK_SLACK_S + 1 or admission.peer_id != remote:
                 self.audit.fail(
@@ -776,7 +780,9 @@ class World:
             (reducer, "queue", queues),
             (gossip_run, "queue", queues),
             (reporting, "WireCounter", NoCounter),
-            (reporting, "version", lambda name: "0"),  # it reads the package's files each time
+            (reporting, "version", lambda name: "0"),
+            # It reads the package's files each time, as often as each heartbeat.
+            *((module, "version", cache(version)) for module in VERSIONED),
             (log_run, "LiveReplica", WatchedReplica),
             (server, "LiveReplica", WatchedReplica),
             (server, "_listen", self.listen),
@@ -789,7 +795,7 @@ class World:
             (peer_module, "new_incarnation", edges.incarnation),
             (keeping, "new_incarnation", edges.incarnation),
             (keeping, "Ballots", WatchedBallots),
-            (RunKeys, "generate", classmethod(lambda cls: _keys(self.plan))),
+            (RunKeys, "generate", classmethod(lambda cls: _keys(self.plan.seed))),
         ]
 
 
@@ -808,8 +814,20 @@ def _ended_at(peer: PeerMachine) -> int:
     return peer.peer.position if peer.peer is not None else peer.ended_at
 
 
+@cache
+def prepare() -> None:
+    """Do what each run of a process would do on its way: children of the process inherit it.
+
+    The first optimizer imports torch's compiler, 800 modules in most of a second; two of them draw
+    numbers, which must not be the seed's.
+    """
+    torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+    _tls()
+
+
 def run(plan: RunPlan, folder: Path, kind: type[World] = World) -> RunVerdict:
     """Run a plan to its end; `kind` is the class of the world, for other machines in it."""
+    prepare()
     loop = HuntLoop()
     loop.longest_job_s = plan.longest_job_s
     torch.manual_seed(plan.seed)
@@ -916,23 +934,24 @@ def _identity(plan: RunPlan, number: int) -> Identity:
     return Identity(Ed25519PrivateKey.from_private_bytes(seed), None)
 
 
-def _keys(plan: RunPlan) -> RunKeys:
-    """Return the run's keys; nothing here uses TLS."""
-    from atoll.coordinator.run.keys import _self_signed
-
-    global _TLS
-    if _TLS is None:
-        _TLS = _self_signed()
+@cache
+def _keys(seed: int) -> RunKeys:
+    """Return the keys of a seed's run; nothing here uses TLS."""
+    tls_key, tls_certificate = _tls()
     return RunKeys(
-        run_key=sha256(b"run key %d" % plan.seed),
-        tls_key=_TLS[0],
-        tls_certificate=_TLS[1],
-        token=sha256(b"token %d" % plan.seed)[:16],
-        session_secret=sha256(b"session %d" % plan.seed),
+        run_key=sha256(b"run key %d" % seed),
+        tls_key=tls_key,
+        tls_certificate=tls_certificate,
+        token=sha256(b"token %d" % seed)[:16],
+        session_secret=sha256(b"session %d" % seed),
     )
 
 
-_TLS: tuple[bytes, bytes] | None = None
+@cache
+def _tls() -> tuple[bytes, bytes]:
+    from atoll.coordinator.run.keys import _self_signed
+
+    return _self_signed()
 
 
 def _rot_snapshot(folder: Path, fault: PlannedFault) -> None:

@@ -125,7 +125,7 @@ class _Walk:
     def _attributes(self, label: str, value: Any) -> Iterator[tuple[str, Any]]:  # noqa: ANN401
         if isinstance(value, asyncio.Task):
             self.found.num_tasks += not value.done()
-        kind = type(value)
+        kind: Any = type(value)  # mypy takes no class for hashable
         slots = _slots(kind)
         attributes = getattr(value, "__dict__", {})
         if (not slots and not attributes) or kind.__module__.startswith("_"):  # of C, as tasks

@@ -10,7 +10,7 @@ import argparse
 import json
 import os
 import sys
-import traceback
+from collections.abc import Sequence
 
 from atoll.peer.lab.hunt import plans
 from atoll.peer.lab.hunt.bugs import BUGS
@@ -18,11 +18,9 @@ from atoll.peer.lab.hunt.hunting import (
     Search,
     SeedResult,
     apart,
-    broken_rule,
     hunt,
-    run_plan,
     shrink,
-    story_of,
+    told,
 )
 
 EXAMPLES = """examples:
@@ -33,9 +31,9 @@ EXAMPLES = """examples:
 """
 
 
-def main() -> int:
-    """Do what the arguments ask for."""
-    args = _parser().parse_args()
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Do what the arguments ask for; by default those of the command line."""
+    args = _parser().parse_args(arguments)
     if os.environ.get("PYTHONHASHSEED") != "0":
         print("hunt: set PYTHONHASHSEED=0, as scripts/hunt does: seeds repeat only so")
         return 2
@@ -97,32 +95,35 @@ def _tell(result: SeedResult, args: argparse.Namespace) -> None:
         minutes = f" --virtual-minutes {args.virtual_minutes:g}" if args.virtual_minutes else ""
         bug = f" --with {args.bug}" if args.bug else ""
         print(f"seed {result.seed}: {result.text[:400]}")
-        print(f"  again: scripts/hunt --seed {result.seed}{minutes}{bug}", flush=True)
+        print(f"  again: scripts/hunt --seed {result.seed}{minutes}{bug}")
+        print(f"  its story, before it shrinks: {result.story}", flush=True)
 
 
 def _replay(args: argparse.Namespace) -> int:
     plan = plans.draw(args.seed, minutes=args.virtual_minutes)
+    run = whole = apart(told, plan, args.bug)  # in a child, as each seed of a range
     num_tried = 0
-    if not args.no_shrink and (rule := apart(broken_rule, plan, args.bug)):
-        plan, num_tried = shrink(plan, rule, bug=args.bug)
-    verdict = run_plan(plan, args.bug)  # here, the first one: a seed repeats only so
-    print("\n".join(story_of(verdict)))
-    broken = verdict.broken
-    if broken is not None and broken.__cause__ is not None:
-        traceback.print_exception(broken.__cause__, file=sys.stdout)
-    print(f"\nseed {args.seed}: {broken or 'no rule was broken'}")
+    if whole.rule and not args.no_shrink:
+        plan, num_tried = shrink(plan, whole.rule, bug=args.bug)
+        run = apart(told, plan, args.bug)
+    print("\n".join(run.lines))
+    if run.cause:
+        print(run.cause, end="")
+    print(f"\nseed {args.seed}: {run.text or 'no rule was broken'}")
+    print(f"its story{', before it shrank' if num_tried else ''}: {whole.story}")
     if num_tried:
         print(f"shrunk to {len(plan.faults)} faults in {num_tried} runs")
     if args.json:
         fields = {
             "seed": args.seed,
-            "rule": broken.rule if broken is not None else None,
-            "text": str(broken) if broken is not None else None,
+            "rule": run.rule or None,
+            "text": run.text or None,
             "faults": [str(fault) for fault in plan.faults],
-            "virtual_s": round(verdict.virtual_s, 2),
+            "virtual_s": round(run.virtual_s, 2),
+            "story": whole.story,
         }
         print(json.dumps(fields))
-    return 1 if broken is not None else 0
+    return 1 if run.rule else 0
 
 
 if __name__ == "__main__":

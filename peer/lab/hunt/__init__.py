@@ -2,7 +2,11 @@
 
 world       the run: coordinator, keepers, trainers, and what joins them
 plans       what happens in it: drawn from a seed, or shrunk
-audits      what must hold whatever happens
+faults      each kind of what goes wrong
+audits      what must hold whatever happens, with order_audits, unit_audits, mass_audits
+watched     parts of a process that tell the audits what they do
+checks      what is looked at from outside: stored logs, tasks, memory
+holdings    what a process holds in memory, counted from its objects
 machines    one computer: its clock, disk, links and the process that runs on it
 disks       files that lose what was not synced
 wires       gRPC over the network in memory

@@ -19,19 +19,23 @@ from torch import Tensor, nn
 from atoll.compression.base import Codec
 from atoll.optim.log.entry import Entry
 from atoll.optim.log.replica import Applied
+from atoll.optim.methods.base import Method
 from atoll.optim.methods.worker import Worker
 from atoll.optim.reducer import Commit, Contribution
 from atoll.optim.reduction.contribution import Feedback, Offer
 from atoll.optim.state.layout import Layout
+from atoll.optim.state.outer_state import OuterState
 from atoll.optim.state.updates import Update, dense
 from atoll.peer.daemon.reducer import RunReducer
 from atoll.peer.lab.hunt.edges import Machine
+from atoll.peer.lab.hunt.mass_audits import MassAudit
 from atoll.peer.lab.hunt.order_audits import OrderAudit
 from atoll.peer.lab.hunt.unit_audits import UnitAudit
 
 CLOSE = 1e-3  # sums of some hundred steps in fp32, of values around 1
 Place = tuple[int, int]
 """Epoch and position."""
+NOWHERE: Place = (-1, -1)
 
 
 class RuleBroken(AssertionError):
@@ -45,19 +49,26 @@ class RuleBroken(AssertionError):
 class Audit:
     """The rules of a run that one machine alone cannot see."""
 
-    def __init__(self, run_key: bytes, planned: tuple[float, float], *, units: int = 0) -> None:
-        """Begin a run with learning rate and momentum of its outer step, and units of a pass."""
+    def __init__(
+        self, run_key: bytes, method: Method, genesis: OuterState, *, units: int = 0
+    ) -> None:
+        """Begin a run of a method at its first state; `units` are those of a pass."""
+        planned = getattr(method, "lr", 0.0), getattr(method, "momentum", 0.0)
         self.units = UnitAudit(units, self.fail)
+        self.mass = MassAudit(method.scalars(0.0), genesis, self.fail)
         self.orders = OrderAudit(run_key, planned, self.fail)
         self.broken: RuleBroken | None = None
         """the first rule that was broken; the world ends with it"""
         self.num_applied = 0
         self._decided: dict[Place, bytes] = {}
         self._roots: dict[bytes, bytes] = {}
-        self._acknowledged: tuple[Place, bytes] = ((-1, -1), b"")
+        self._acknowledged: dict[str, Place] = {}
+        """By the name of a coordinator's machine."""
+        self._opened: dict[int, bytes] = {}
+        """By the number of the epoch."""
         self._promised: dict[str, Place] = {}
         """by incarnation"""
-        self.furthest: Place = (-1, -1)
+        self.furthest: Place = NOWHERE
 
     def fail(self, rule: str, text: str, *, cause: BaseException | None = None) -> None:
         """Note that a rule is broken."""
@@ -84,24 +95,29 @@ class Audit:
         if self._decided.setdefault(place, entry.digest) != entry.digest:
             self.fail("one entry a position", f"{machine.name} has another at {place}")
 
-    def acknowledged(self, epoch: int, position: int, chain: bytes) -> None:
-        """Take where the coordinator has told a peer that its log ends."""
-        if (epoch, position) > self._acknowledged[0]:
-            self._acknowledged = (epoch, position), chain
+    def opened(self, machine: Machine, epoch: int, record: bytes) -> None:
+        """Take the record of the newest epoch that a machine knows."""
+        if self._opened.setdefault(epoch, record) != record:
+            self.fail("no epoch is signed twice", f"{machine.name} has another epoch {epoch}")
+
+    def acknowledged(self, machine: Machine, epoch: int, position: int) -> None:
+        """Take where a coordinator has told a peer that its log ends."""
+        known = self._acknowledged.get(machine.name, NOWHERE)
+        self._acknowledged[machine.name] = max(known, (epoch, position))
 
     def reopened(self, machine: Machine, epoch: int, position: int) -> None:
         """Take where a coordinator's log ends after a restart."""
-        (known_epoch, known_position), _ = self._acknowledged
-        if (epoch, position) < (known_epoch, known_position):
+        known = self._acknowledged.get(machine.name, NOWHERE)
+        if (epoch, position) < known:
             self.fail(
                 "what is acknowledged stays",
                 f"{machine.name} has restarted at {epoch, position}, and had told peers that it "
-                f"holds {known_epoch, known_position}",
+                f"holds {known}",
             )
 
-    def restored(self) -> None:
-        """Note that the coordinator begins with a copy, which lacks what came after it."""
-        self._acknowledged = (-1, -1), b""
+    def restored(self, machine: Machine) -> None:
+        """Note that a coordinator begins with a copy, which lacks what came after it."""
+        self._acknowledged.pop(machine.name, None)
 
     @property
     def num_epochs(self) -> int:
@@ -110,11 +126,11 @@ class Audit:
 
     def promised(self, incarnation: str, place: Place) -> None:
         """Take a place at which a keeper is about to vote."""
-        self._promised[incarnation] = max(place, self._promised.get(incarnation, (-1, -1)))
+        self._promised[incarnation] = max(place, self._promised.get(incarnation, NOWHERE))
 
     def remembered(self, machine: Machine, incarnation: str, left: Place) -> None:
         """Take what a keeper remembers after a restart; a new incarnation has never voted."""
-        furthest = self._promised.get(incarnation, (-1, -1))
+        furthest = self._promised.get(incarnation, NOWHERE)
         if left < furthest:
             self.fail(
                 "promises are kept",

@@ -14,11 +14,15 @@ from torch import Tensor
 from atoll.coordinator import orders
 from atoll.coordinator.run import admission
 from atoll.coordinator.service import service
+from atoll.dht.tasks import Tasks
 from atoll.optim.log import mending, replica, store
 from atoll.optim.log.orders import Order, OrderBook, RunSettings
 from atoll.optim.log.store import LogStore
 from atoll.optim.reduction.contribution import Feedback, Offer
+from atoll.optim.state.outer_state import OuterState
 from atoll.peer.daemon.keeping import KeptBallots
+from atoll.peer.gossip.messages import Terms
+from atoll.peer.gossip.peer import GossipPeer, Known, Outcomes
 from atoll.peer.rounds import fetching
 from atoll.peer.rounds.consensus.round import NOWHERE, Place
 
@@ -30,6 +34,9 @@ BugName = Literal[
     "stale-admission",
     "unkept-order",
     "repeated-order",
+    "kept-mass",
+    "assumed-outcome",
+    "unpruned-set",
 ]
 BUGS: tuple[BugName, ...] = get_args(BugName)
 
@@ -121,6 +128,30 @@ def _repeated_order() -> Broken:
     return [(RunSettings, "after", again), (OrderBook, "add", add)]
 
 
+def _kept_mass() -> Broken:
+    """A peer that hands over mass keeps it as well."""
+    move = GossipPeer.move
+
+    def keep(self: GossipPeer, state: OuterState, mass: float) -> None:
+        move(self, state, max(self.mass, mass))
+
+    return [(GossipPeer, "move", keep)]
+
+
+def _assumed_outcome() -> Broken:
+    """A peer that has promised to commit, and hears no commit, takes it that there was none."""
+
+    async def assume(self: Outcomes, partner: str, terms: Terms) -> Known:
+        return "not committed"
+
+    return [(Outcomes, "ask", assume)]
+
+
+def _unpruned_set() -> Broken:
+    """What owns background work keeps each task, also those that have ended."""
+    return [(Tasks, "_ended", lambda self, task: None)]
+
+
 _PLACES: dict[BugName, Callable[[], Broken]] = {
     "skipped-fsync": _skipped_fsync,
     "unwritten-promise": _unwritten_promise,
@@ -129,4 +160,7 @@ _PLACES: dict[BugName, Callable[[], Broken]] = {
     "stale-admission": _stale_admission,
     "unkept-order": _unkept_order,
     "repeated-order": _repeated_order,
+    "kept-mass": _kept_mass,
+    "assumed-outcome": _assumed_outcome,
+    "unpruned-set": _unpruned_set,
 }

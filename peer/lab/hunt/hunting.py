@@ -1,6 +1,7 @@
 """Seeds one after another, and what is found: printed, replayed, shrunk.
 
 hunt(Search(seeds=range(1000), ...), tell=print)   all of them, or until the time is over
+apart(told, plan)                                   one of them, with all that happened in it
 shrink(plan, ...)                                   the same failure with fewer faults
 """
 
@@ -8,11 +9,13 @@ from __future__ import annotations
 
 import shutil
 import time
+import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from hashlib import sha256
 from multiprocessing import get_context
 from pathlib import Path
 from typing import TypeVar
@@ -23,7 +26,7 @@ from atoll.dht.folders import claim_folder
 from atoll.peer.lab.hunt import plans
 from atoll.peer.lab.hunt.bugs import BugName, with_bug
 from atoll.peer.lab.hunt.plans import RunPlan
-from atoll.peer.lab.hunt.world import RunVerdict, run
+from atoll.peer.lab.hunt.world import RunVerdict, prepare, run
 
 MEMORY = Path("/dev/shm")  # files of a simulation are small, and many are synced
 Result = TypeVar("Result")
@@ -60,6 +63,23 @@ class SeedResult:
     epochs: int
     resumed_s: float
     faults: Counter[str]
+    story: str
+    """The digest of all that happened, by which a replay can be compared (`digest_of`)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ToldRun:
+    """A run with its story, which travels between processes."""
+
+    lines: tuple[str, ...]
+    """The settings, the faults and the events."""
+    rule: str
+    text: str
+    cause: str
+    """The traceback of the failure behind a broken rule; empty if there is none."""
+    virtual_s: float
+    story: str
+    """The digest of `lines`."""
 
 
 @dataclass(kw_only=True)
@@ -93,7 +113,8 @@ class HuntSummary:
         return {
             "runs": self.runs,
             "found": [
-                {"seed": each.seed, "rule": each.rule, "text": each.text} for each in self.found
+                {"seed": each.seed, "rule": each.rule, "text": each.text, "story": each.story}
+                for each in self.found
             ],
             "virtual_hours": round(self.virtual_s / 3600, 2),
             "cpu_s": round(self.cpu_s, 1),
@@ -130,12 +151,13 @@ def _own_folder() -> Iterator[Path]:
 def apart(function: Callable[..., Result], *arguments: object) -> Result:
     """Call a function in a child of this process, which has run no seed.
 
-    A run leaves its process changed: modules that it imported on the way drew numbers of its seed.
-    A later seed, run alone, would not be the same again.
+    A run leaves its process changed: what it has imported or remembered on the way, a later one
+    does without. That one, run alone, would not be the same again.
 
     Raises:
         RuntimeError: the child has ended without a result.
     """
+    prepare()
     receiver, sender = get_context("fork").Pipe(duplex=False)
 
     def call() -> None:
@@ -172,6 +194,22 @@ def run_seed(
         epochs=verdict.epochs,
         resumed_s=verdict.resumed_s,
         faults=verdict.faults,
+        story=digest_of(story_of(verdict)),
+    )
+
+
+def told(plan: RunPlan, bug: BugName | None = None) -> ToldRun:
+    """Run one plan and tell what happened in it."""
+    verdict = run_plan(plan, bug)
+    broken, lines = verdict.broken, story_of(verdict)
+    cause = broken.__cause__ if broken is not None else None
+    return ToldRun(
+        lines=lines,
+        rule=broken.rule if broken is not None else "",
+        text=str(broken) if broken is not None else "",
+        cause="".join(traceback.format_exception(cause)) if cause is not None else "",
+        virtual_s=verdict.virtual_s,
+        story=digest_of(lines),
     )
 
 
@@ -260,7 +298,7 @@ def shrink(
     return plan, num_tried
 
 
-def story_of(verdict: RunVerdict) -> Sequence[str]:
+def story_of(verdict: RunVerdict) -> tuple[str, ...]:
     """Return what happened in a run, a line each, with its settings first."""
     plan = verdict.plan
     settings = (
@@ -268,4 +306,9 @@ def story_of(verdict: RunVerdict) -> Sequence[str]:
         f"{plan.step_s:g} s a step, latency {plan.latency_s:g} s, healed after {plan.lasts_s:g} s"
         + (f", {plan.units} units a pass" if plan.units else "")
     )
-    return [settings, *map(str, plan.faults), "", *verdict.story]
+    return (settings, *map(str, plan.faults), "", *verdict.story)
+
+
+def digest_of(lines: Iterable[str]) -> str:
+    """Return 16 hex digits of the SHA-256 of a story."""
+    return sha256("\n".join(lines).encode()).hexdigest()[:16]

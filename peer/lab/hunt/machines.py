@@ -14,13 +14,14 @@ import asyncio
 import random
 import shutil
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from contextvars import copy_context
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar, cast
 
 from atoll.coordinator.copies.beside import copying
 from atoll.coordinator.copies.sealing import RecoveryKey
+from atoll.coordinator.copies.target import Superseded
 from atoll.coordinator.invites import issue
 from atoll.coordinator.rpc.client_errors import Evicted
 from atoll.coordinator.run.invite import Invite
@@ -40,7 +41,7 @@ from atoll.peer.daemon.peer import Peer, StartRun
 from atoll.peer.daemon.reach.bootstrap import BootstrapNode
 from atoll.peer.errors import PeerEvicted
 from atoll.peer.lab.hunt import disks
-from atoll.peer.lab.hunt.copies import HuntTarget, restore_newest
+from atoll.peer.lab.hunt.copies import HuntTarget, expect_current, restore_newest
 from atoll.peer.lab.hunt.disks import Disk, Files
 from atoll.peer.lab.hunt.edges import MACHINE, START, living
 from atoll.peer.lab.hunt.nodes import NodeTransport
@@ -75,7 +76,8 @@ class Machine(ABC):
         self.tainted = False
         """whether its disk has ever shown other bytes than were written"""
         self._task: asyncio.Task[None] | None = None
-        self._transports: list[MemoryTransport] = []
+        self.transports: list[MemoryTransport] = []
+        """of its present process"""
 
     @property
     @abstractmethod
@@ -85,6 +87,10 @@ class Machine(ABC):
     @abstractmethod
     def _main(self) -> Coroutine[Any, Any, None]:
         """Do what the process does, from its start to its end."""
+
+    @abstractmethod
+    def roots(self) -> Sequence[tuple[str, object]]:
+        """Return the objects from which all that its process holds is found, with their names."""
 
     # Life
 
@@ -115,9 +121,9 @@ class Machine(ABC):
         self.world.say(f"{self.name} {'loses power' if lost_power else 'is killed'}")
         left = self.disk.image(lost_power=lost_power) if files is None else files
         self.is_up = False
-        for transport in self._transports:
+        for transport in self.transports:
             transport.network.kill(transport.peer_id)
-        self._transports = []
+        self.transports = []
         if self._task is not None:
             self._task.cancel()
         old, self.disk = self.disk, self._new_disk()
@@ -161,6 +167,8 @@ class Machine(ABC):
             return
         except (PeerEvicted, Evicted) as error:
             why = f"ends: {error}"
+        except Superseded as error:
+            why, self.is_wanted = f"ends: {error}", False  # its owner reads that two would go on
         except Exception as error:
             if disk is self.disk:
                 self.world.unexpected(self, error)
@@ -182,25 +190,25 @@ class Machine(ABC):
             check=self.world.audited(self, check),
             uplink_bytes_s=self.uplink_bytes_s,
         )
-        self._transports.append(transport)
+        self.transports.append(transport)
         return cast(NodeTransport, transport)
 
     def join_wire(self) -> MemoryTransport:
         """Return the transport of its gRPC."""
         transport: MemoryTransport = self.world.wire.transport(self.wire_name)
-        self._transports.append(transport)
+        self.transports.append(transport)
         return transport
 
     def slow_down(self, uplink_bytes_s: float) -> None:
         """Limit its uplink; 0 is unlimited."""
         self.uplink_bytes_s = uplink_bytes_s
-        for transport in self._transports:
+        for transport in self.transports:
             transport.uplink_bytes_s = uplink_bytes_s
 
     @property
     def own_wire(self) -> MemoryTransport:
         """The transport of its gRPC, made at its first use."""
-        for transport in self._transports:
+        for transport in self.transports:
             if transport.network is self.world.wire:
                 return transport
         return self.join_wire()
@@ -210,21 +218,33 @@ class CoordinatorMachine(Machine):
     """The coordinator's."""
 
     running: Running | None = None
-    keeper_token = b""
     accepts_loss = False
     """whether the organiser has given up what a damaged disk has lost"""
     was_replaced = False
     """whether it began with a copy, which lacks what came after it"""
 
+    def __init__(
+        self, world: World, number: int, identity: Identity, copies: HuntTarget | None
+    ) -> None:
+        """Make the first machine, or a later one that takes its place; it keeps `copies`."""
+        self.copies = copies
+        self.address = f"10.0.0.{number}:7700"
+        super().__init__(world, f"coordinator{number}" if number > 1 else "coordinator", identity)
+
     @property
     def wire_name(self) -> str:
-        return "coordinator"
+        return self.name
 
     def _after_crash(self) -> None:
         self.running = None
 
+    def roots(self) -> Sequence[tuple[str, object]]:
+        return [("running", self.running)]
+
     async def _main(self) -> None:
         world, spec = self.world, self.world.spec
+        if self.copies is not None:
+            expect_current(self.copies, self.disk.folder)
         admission_s = spec.coordinator.admission_hours * 3600
         start_node = cast(
             StartNode, lambda request: BootstrapNode.start(request, admission_s=admission_s)
@@ -240,20 +260,30 @@ class CoordinatorMachine(Machine):
             head = up.coordinator.log.head()
             if not self.tainted:
                 world.audit.reopened(self, head.epoch, head.position)
-            if world.invite is None:
-                world.invite = up.invite
-                _, self.keeper_token = issue(self.disk.folder, kind="keeper")
-            async with copying(up, world.copies) as copies:
+            is_first, world.invite = world.invite is None, self._told(up.invite)
+            if is_first:
+                _, world.keeper_token = issue(self.disk.folder, kind="keeper")
+            async with copying(up, self.copies) as copies:
                 await (asyncio.Event().wait() if copies is None else copies.run())
 
-    def replace(self, copies: HuntTarget) -> None:
+    def _told(self, invite: Invite) -> Invite:
+        """Return the invite that newcomers get: of the coordinator that was restored last."""
+        is_current = self is self.world.coordinator or self.world.invite is None
+        return invite if is_current else self.world.invite
+
+    def replace(self) -> None:
         """Lose the machine, and begin with the newest copy on another, which is not started."""
         key = RecoveryKey.of(self.disk.folder)  # the organiser has kept it
         self.crash(lost_power=False)
         self.wipe()
-        restore_newest(copies, key, self.disk.folder, is_damaged=self.tainted)
+        self.restore(key, is_damaged=self.tainted)
+
+    def restore(self, key: RecoveryKey, *, is_damaged: bool) -> None:
+        """Fill an empty disk with the newest copy; see `copies.restore_newest`."""
+        assert self.copies is not None
+        restore_newest(self.copies, key, self.disk.folder, is_damaged=is_damaged)
         self.disk.write_back()
-        self.was_replaced = True
+        self.tainted, self.was_replaced = is_damaged, True
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -272,6 +302,8 @@ class PeerMachine(Machine):
         self.number = number
         self.peer: Peer | None = None
         self.training: Training | None = None
+        self._given: Invite | None = None
+        """the invite with which it began; a later one may have other addresses"""
         self.ended_at = -1
         """the position at which its trainer last ended, which its disk holds"""
         super().__init__(world, f"{'keeper' if habits.is_keeper else 'peer'}{number}", identity)
@@ -282,6 +314,10 @@ class PeerMachine(Machine):
 
     def _after_crash(self) -> None:
         self.peer = self.training = None
+
+    def roots(self) -> Sequence[tuple[str, object]]:
+        worker = self.training.worker if self.training is not None else None
+        return [("peer", self.peer), ("worker", worker)]
 
     async def _main(self) -> None:
         options = PeerOptions(
@@ -311,14 +347,15 @@ class PeerMachine(Machine):
         """Lose everything on the disk; the process is down."""
         super().wipe()
         self.ended_at = -1
+        self._given = None
 
     async def _invite(self) -> Invite:
         while self.world.invite is None:
             await asyncio.sleep(1.0)
-        invite: Invite = self.world.invite
+        self._given = invite = self._given or self.world.invite
         if not self.habits.is_keeper:
             return invite
-        return replace(invite, token=self.world.coordinator.keeper_token)
+        return replace(invite, token=self.world.keeper_token)
 
     def _on_event(self, level: Level, text: str) -> None:
         if living() is self:

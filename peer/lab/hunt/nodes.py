@@ -129,9 +129,14 @@ class MemoryNode:
             check=check,
         )
         transport.serve("roster", roster.serve)
-        node = cls(transport, roster, machine.identity)
+        node = machine.world.nodes[transport.peer_id] = cls(transport, roster, machine.identity)
         node.bootstrap = tuple(bootstrap)
         return node
+
+    @property
+    def is_reached(self) -> bool:
+        """Whether its process runs, and is not frozen."""
+        return self.transport.network.reaches(self.peer_id, self.peer_id)
 
     @property
     def peer_id(self) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 from hashlib import sha256
 from typing import Any
 
@@ -19,7 +20,7 @@ from atoll.coordinator.rpc.client_errors import CoordinatorError, Invalid
 from atoll.coordinator.rpc.orders import OrderClient
 from atoll.coordinator.run.keys import RunKeys
 from atoll.dht.identity import Identity
-from atoll.optim.log.entry import LogError
+from atoll.optim.log.entry import Entry, LogError
 from atoll.optim.log.orders import (
     Change,
     Order,
@@ -37,6 +38,7 @@ from atoll.optim.log.orders import (
     StopRun,
     sign_order,
 )
+from atoll.optim.log.replica import LiveReplica
 from atoll.peer.lab.hunt.machines import Machine, PeerMachine
 from atoll.peer.lab.hunt.plans import PlannedFault
 
@@ -83,6 +85,9 @@ class Organiser(Machine):
     def _after_crash(self) -> None:
         pass
 
+    def roots(self) -> Sequence[tuple[str, object]]:
+        return ()
+
     async def _main(self) -> None:
         while True:
             change = await self._wanted.get()
@@ -100,7 +105,8 @@ class Organiser(Machine):
         """Give an order until the coordinator takes it, or says why not."""
         signed = b""
         while True:
-            client = OrderClient(self.world.invite)
+            address = self.world.coordinator.address
+            client = OrderClient(replace(self.world.invite, addresses=(address,)))
             try:
                 if not signed:
                     standing = await client.ask()
@@ -165,6 +171,12 @@ class Organiser(Machine):
     def forget(self, decided: Collection[bytes]) -> None:
         """Note that the coordinator is lost, with the orders that no log holds."""
         self.forgotten.update(self.lost(decided))
+
+
+def orders_of(replicas: Sequence[LiveReplica]) -> set[bytes]:
+    """Return the orders that logs hold."""
+    records = [record for each in replicas for record in each.store.headers(0, 1 << 30)]
+    return {Entry.decode(record.entry).order for record in records} - {b""}
 
 
 def _key_at(number: int, decided: Collection[bytes]) -> bytes | None:

@@ -39,6 +39,7 @@ FaultKind = Literal[
     "rival",  # or one that has the number of the organiser's next one
     "lost",  # the coordinator's machine is lost; another begins with its newest copy
     "uncopied",  # nothing more can be copied, for a while, in the middle of a copy
+    "twin",  # another coordinator begins with the newest copy, and the first runs on, out of reach
 ]
 
 KINDS: dict[FaultKind, float] = {
@@ -76,6 +77,9 @@ ORDERS: dict[FaultKind, float] = {
 
 COPIES: dict[FaultKind, float] = {"lost": 2, "uncopied": 1}
 """The same in a third of the runs, whose coordinators keep copies."""
+
+TWINS: dict[FaultKind, float] = {"twin": 1}
+"""The same in half of those."""
 
 LASTS_S = (0.5, 2.0, 5.0, 20.0, 70.0, 200.0)
 AWAY_S = (20.0, 200.0, 900.0, 7200.0)
@@ -164,6 +168,9 @@ def draw(seed: int, *, minutes: float | None = None) -> RunPlan:
         faults += _faults(copying, COPIES, since_s, lasts_s, copying.choice([20.0, 60.0]))
     # Large models: going back, or to a snapshot, takes long enough for others to look meanwhile.
     slow_job_s = random.Random(f"jobs {seed}").choice([0.0, 0.0, 0.0, 0.0, 4.0])
+    twinning = random.Random(f"twins {seed}")
+    if copies and twinning.random() < 0.5:
+        faults += _faults(twinning, TWINS, since_s, lasts_s, twinning.choice([30.0, 90.0]))
     return RunPlan(
         seed=seed,
         method=method,

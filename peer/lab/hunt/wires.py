@@ -24,9 +24,6 @@ from atoll.dht.transport import DeadlineExceeded, Stream, TransportError
 
 REPLY, STATUS = b"r", b"s"
 IDLE_S = 3600.0  # of a stream whose deadline is the caller's
-COORDINATOR = "coordinator"
-"""The name of the coordinator's machine on the wires of gRPC."""
-
 
 OnReply = Callable[[Any], None]
 """Sees every reply of the coordinator that reaches a client."""
@@ -88,24 +85,25 @@ class ServedCall:
 class MemoryChannel:
     """A channel of gRPC, as far as clients of Atoll use it."""
 
-    def __init__(self, transport: MemoryTransport, on_reply: OnReply) -> None:
+    def __init__(self, transport: MemoryTransport, callee: str, on_reply: OnReply) -> None:
         self._transport = transport
+        self._callee = callee
         self._on_reply = on_reply
 
     @classmethod
     async def open(
-        cls, caller: MemoryTransport, on_reply: OnReply, *, timeout_s: float
+        cls, caller: MemoryTransport, callee: str, on_reply: OnReply, *, timeout_s: float
     ) -> MemoryChannel:
-        """Connect to the coordinator.
+        """Connect to a coordinator's machine.
 
         Raises:
             CoordinatorUnreachable: it is away.
         """
         try:
-            await caller.connect(COORDINATOR, (), timeout_s=timeout_s)
+            await caller.connect(callee, (), timeout_s=timeout_s)
         except (TransportError, TimeoutError) as error:
-            raise CoordinatorUnreachable(f"{COORDINATOR}: {error}") from None
-        return cls(caller, on_reply)
+            raise CoordinatorUnreachable(f"{callee}: {error}") from None
+        return cls(caller, callee, on_reply)
 
     async def close(self) -> None:
         """Do nothing: a channel holds no more than its streams."""
@@ -169,7 +167,8 @@ class MemoryChannel:
             self._on_reply(reply)
             return reply
 
-        return MemoryCall(self._transport, path, serialize, parsed, request)
+        ends = self._transport, self._callee
+        return MemoryCall(ends, path, serialize, parsed, request)
 
 
 class MemoryCall:
@@ -177,13 +176,13 @@ class MemoryCall:
 
     def __init__(
         self,
-        transport: MemoryTransport,
+        ends: tuple[MemoryTransport, str],
         path: str,
         serialize: Callable[[Any], bytes],
         parse: Callable[[bytes], Any],
         request: Any = None,  # noqa: ANN401
     ) -> None:
-        self._transport = transport
+        self._transport, self._callee = ends
         self._method = path.rpartition("/")[2]
         self._serialize, self._parse = serialize, parse
         self._only = request
@@ -229,7 +228,8 @@ class MemoryCall:
 
     async def _opened(self) -> MemoryStream:
         if self._stream is None:
-            self._stream = await self._transport.open(COORDINATOR, self._method, timeout_s=IDLE_S)
+            transport, callee = self._transport, self._callee
+            self._stream = await transport.open(callee, self._method, timeout_s=IDLE_S)
         return self._stream
 
 

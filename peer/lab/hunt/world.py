@@ -15,11 +15,12 @@ import logging
 import queue
 import random
 import shutil
-import sqlite3
 from collections import Counter
 from collections.abc import Callable, Coroutine, Sequence
-from contextlib import AsyncExitStack, suppress
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
+from functools import cache
+from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,10 +28,11 @@ from typing import Any
 import torch
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from atoll.coordinator import invites
+from atoll.coordinator import admission_control
 from atoll.coordinator.coordinator import Coordinator
 from atoll.coordinator.copies import keeping as copies_keeping
 from atoll.coordinator.copies import owners, restoring, writing
+from atoll.coordinator.copies.sealing import RecoveryKey
 from atoll.coordinator.notices import LOG_LOST
 from atoll.coordinator.rpc import channel
 from atoll.coordinator.run import admission, eviction
@@ -38,28 +40,41 @@ from atoll.coordinator.run.admission import CLOCK_SLACK_S, Admission
 from atoll.coordinator.run.invite import Invite
 from atoll.coordinator.run.keys import RunKeys
 from atoll.coordinator.run.levels import Level
+from atoll.coordinator.run.relocation import Whereabouts
 from atoll.coordinator.run.spec import RunSpec
 from atoll.coordinator.service import server
+from atoll.coordinator.service import service as service_module
 from atoll.coordinator.service.service import Service
 from atoll.dht import clock, identity
+from atoll.dht.addresses import peer_of
 from atoll.dht.identity import Identity
-from atoll.dht.testing.memory import MemoryLink, MemoryNetwork, MemoryTransport
+from atoll.dht.testing.memory import MemoryNetwork, MemoryTransport
 from atoll.dht.transport import Check, TransportError
 from atoll.optim.log import entry as log_entry
-from atoll.optim.log.entry import Entry, sha256
-from atoll.optim.log.orders import EvictPeer, ReadmitPeer, ResumeRun, RunSettings
-from atoll.optim.log.replica import DISK_ERRORS, Applied, LiveReplica
+from atoll.optim.log.entry import sha256
+from atoll.optim.log.orders import ReadmitPeer, ResumeRun, RunSettings
+from atoll.optim.log.replica import DISK_ERRORS, LiveReplica
 from atoll.optim.log.store import StoreCorrupt
 from atoll.optim.state.layout import Layout
 from atoll.optim.state.outer_state import OuterState
-from atoll.peer.daemon import decisions, gossip_run, keeping, log_run, reducer, reporting
+from atoll.peer.daemon import (
+    decisions,
+    gossip_run,
+    keeping,
+    log_run,
+    reducer,
+    reporting,
+    touch,
+)
 from atoll.peer.daemon import peer as peer_module
-from atoll.peer.daemon.keeping import KeptBallots
+from atoll.peer.daemon.gossip_run import GossipRun
 from atoll.peer.daemon.reach import bootstrap
 from atoll.peer.errors import PeerEvicted
+from atoll.peer.gossip import engine, invitations
 from atoll.peer.lab.hunt import wires
 from atoll.peer.lab.hunt.audits import Audit, RuleBroken
-from atoll.peer.lab.hunt.copies import HuntTarget, has_copy
+from atoll.peer.lab.hunt.checks import check_logs, check_memory, check_tasks
+from atoll.peer.lab.hunt.copies import HuntTarget
 from atoll.peer.lab.hunt.disks import Disk
 from atoll.peer.lab.hunt.edges import (
     BEGAN_S,
@@ -72,59 +87,31 @@ from atoll.peer.lab.hunt.edges import (
     living,
     replaced,
 )
+from atoll.peer.lab.hunt.faults import Faults
 from atoll.peer.lab.hunt.machines import CoordinatorMachine, Habits, Machine, PeerMachine
 from atoll.peer.lab.hunt.nodes import MemoryDht, MemoryNode, NodeTransport
-from atoll.peer.lab.hunt.organiser import Organiser, drawn_change
-from atoll.peer.lab.hunt.plans import PlannedFault, RunPlan
+from atoll.peer.lab.hunt.organiser import Organiser, orders_of
+from atoll.peer.lab.hunt.plans import RunPlan
 from atoll.peer.lab.hunt.trainers import TOKENS, TurnQueue
-from atoll.peer.rounds.consensus.round import Ballots, Place
+from atoll.peer.lab.hunt.watched import (
+    WatchedBallots,
+    WatchedGossipPeer,
+    WatchedInvitee,
+    WatchedMeeting,
+    WatchedReplica,
+    process_of,
+)
 
 RESUMES_S = 900.0  # an epoch opens 60 s after a stall, later after each that brought nothing
 RESTS_S = 90.0  # that a run stays paused after everything has healed
-FORGOTTEN = 0.3  # of pauses and stops: the organiser thinks of them when everything has healed
 ORGANISER_S = 300.0  # after which the organiser reads what the coordinator asks for
 LOOK_S = 1.0  # between two looks at what must hold
+COUNTS_S, COUNTS_LESS = 20.0, 1.5  # when what processes hold is counted: ever more rarely
 ENDING_TRIES = 40  # to end what is left of processes that were killed, a virtual second each
-MOST_TAKEN = 6  # objects of a copy before the target fails; one has about as many
-MOST_TASKS = 120  # of a machine, a second after everything has healed and gone on
 NUMEL = 1500
 BLOCKS = 3
-MOST_PEERS = 6
 VERIFYING = (admission, eviction, identity, log_entry)  # modules that verify signatures
-
-
-class WatchedReplica(LiveReplica):
-    """A replica whose entries the world's audit sees."""
-
-    def __init__(self, *arguments: Any, **options: Any) -> None:  # noqa: ANN401
-        super().__init__(*arguments, **options)
-        self.listeners.append(self._watch)
-
-    @staticmethod
-    def _watch(applied: Applied) -> None:
-        machine = living()
-        if machine is not None:
-            machine.world.audit.applied(machine, applied)
-
-
-class WatchedBallots(Ballots):
-    """A keeper's memory, which the world's audit compares with where it has voted."""
-
-    def __init__(self, *arguments: Any, **options: Any) -> None:  # noqa: ANN401
-        super().__init__(*arguments, **options)
-        here().world.audit.remembered(here(), self._incarnation, self.left)
-
-    @property
-    def _incarnation(self) -> str:
-        kept: KeptBallots = self.keep.__self__  # type: ignore[attr-defined]
-        return kept.incarnation
-
-    def note(self, place: Place) -> None:
-        """Store a place, and see that it was stored."""
-        super().note(place)
-        machine = living()
-        if machine is not None:
-            machine.world.audit.promised(self._incarnation, place)
+VERSIONED = (admission_control, peer_module, service_module, touch)  # that read Atoll's version
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,17 +137,18 @@ class World:
         self.plan = plan
         self.folder = folder
         self.story: list[str] = []
-        self.faults: Counter[str] = Counter()
+        self.faults = Faults(self)
         self.retired: list[tuple[asyncio.Task[None] | None, Disk]] = []
         self.dht: dict[str, MemoryDht] = {}
+        self.nodes: dict[str, MemoryNode] = {}
         self.invite: Invite | None = None
         self.chance = random.Random(f"world {plan.seed}")
         self.now = loop.time
         self._loop = loop
         self._undo: list[tuple[float, Callable[[], None]]] = []
-        self._clock_errors_s = 0.0
-        self._gone: set[str] = set()
-        self._ousted: list[str] = []
+        self.clock_errors_s = 0.0
+        self.gone: set[str] = set()
+        self._counts_at_s = COUNTS_S
         self.mesh = self._network("mesh", NodeTransport)
         self.wire = self._network("wire", MemoryTransport)
         is_cut = "count=" in plan.method
@@ -172,16 +160,19 @@ class World:
             self.layout, torch.linspace(-1.0, 1.0, self.layout.numel)
         )
         method = self.spec.method()
-        planned = getattr(method, "lr", 0.0), getattr(method, "momentum", 0.0)
-        self.audit = Audit(_keys(plan).run_public_key, planned, units=plan.units)
-        self.coordinator = CoordinatorMachine(self, "coordinator", _identity(plan, 0))
-        self.copies = HuntTarget(folder.name) if plan.copies else None
-        self.organiser = Organiser(self, _keys(plan), _identity(plan, -1), plan.faults)
+        self.audit = Audit(_keys(plan.seed).run_public_key, method, self._genesis, units=plan.units)
+        self.coordinator = self._new_coordinator(1, _identity(plan, 0))
+        self.former: list[CoordinatorMachine] = []
+        """coordinators that ran on when another one was restored in their place"""
+        self.keeper_token = b""
+        self._followed: dict[str, CoordinatorMachine] = {}
+        """the coordinator that each machine has reached last, by its name"""
+        self.organiser = Organiser(self, _keys(plan.seed), _identity(plan, -1), plan.faults)
         self.peers: list[PeerMachine] = []
         for _ in range(plan.keepers):
-            self._add_peer(is_keeper=True)
+            self.add_peer(is_keeper=True)
         for _ in range(plan.trainers):
-            self._add_peer()
+            self.add_peer()
 
     # For machines
 
@@ -203,7 +194,7 @@ class World:
 
     def restart_later(self, machine: Machine, seconds: float) -> None:
         """Start a machine's process again after a while."""
-        self._later(seconds, lambda: self._restart(machine))
+        self.later(seconds, lambda: self._restart(machine))
 
     def unexpected(self, machine: Machine, error: BaseException) -> None:
         """Take a failure that no process should have."""
@@ -225,8 +216,8 @@ class World:
 
         def audited_check(remote: str, credential: bytes, /, use: str = "") -> float | None:
             until_s = check(remote, credential, use)
-            admission = Admission.open(credential, _keys(self.plan).run_public_key)
-            late_s = self._true_clock_s() - admission.expires_s - self._clock_errors_s
+            admission = Admission.open(credential, _keys(self.plan.seed).run_public_key)
+            late_s = self._true_clock_s() - admission.expires_s - self.clock_errors_s
             if late_s > CLOCK_SLACK_S + 1 or admission.peer_id != remote:
                 self.audit.fail(
                     "admissions end",
@@ -248,7 +239,7 @@ class World:
             peer.start()
         for fault in self.plan.faults:
             await self._until(fault.at_s)
-            self._happen(fault)
+            self.faults.happen(fault)
         await self._until(self.plan.lasts_s)
         self._heal()
         if self.organiser.signed or not self.organiser.is_idle:
@@ -258,7 +249,7 @@ class World:
 
     async def end(self) -> None:
         """End what is left of every machine."""
-        for machine in [*self._machines(), self.organiser]:
+        for machine in [*self.machines(), self.organiser]:
             machine.is_wanted = False
             machine.crash(lost_power=False, files={})
         for _ in range(ENDING_TRIES):  # what a killed process waits for never comes
@@ -269,8 +260,8 @@ class World:
                 await asyncio.wait(tasks, timeout=1.0)
         for _, disk in self.retired:
             disk.close()
-        if self.copies is not None:
-            self.copies.close()
+        if self.coordinator.copies is not None:
+            self.coordinator.copies.close()
 
     async def _until(self, at_s: float) -> None:
         while self.now() < at_s:
@@ -284,13 +275,14 @@ class World:
         for _, undo in due:
             undo()
 
-    def _later(self, seconds: float, action: Callable[[], None]) -> None:
+    def later(self, seconds: float, action: Callable[[], None]) -> None:
+        """Do something after a while, or when everything heals."""
         self._undo.append((self.now() + seconds, action))
 
     async def _write_back(self) -> None:
         while True:
             await asyncio.sleep(30.0)
-            for machine in self._machines():
+            for machine in self.machines():
                 machine.disk.write_back()
 
     def _look(self) -> None:
@@ -300,220 +292,20 @@ class World:
                     text = f"a handler raised {error!r}"
                     self.audit.fail("nothing fails unexpectedly", text, cause=error)
             network.errors.clear()
+        for machine in self.machines():
+            replica = self.replica(machine)
+            if replica is not None and replica.opened is not None and not machine.tainted:
+                self.audit.opened(machine, replica.opened.epoch, replica.epoch_record)
+        for peer in self.peers:
+            if peer.peer is not None and isinstance(peer.peer.run, GossipRun):
+                self.audit.mass.look(process_of(peer), peer.peer.run.gossip.mass)
+        if self.now() >= self._counts_at_s:
+            self._counts_at_s = max(self.now() + COUNTS_S, COUNTS_LESS * self.now())
+            check_memory(self)
         if self.audit.broken is not None:
             raise self.audit.broken
 
-    # Faults
-
-    def _happen(self, fault: PlannedFault) -> None:
-        self.faults[fault.kind] += 1
-        self.say(f"--- {fault.kind} {fault.who} {fault.other} for {fault.lasts_s:g} s")
-        getattr(self, f"_fault_{fault.kind}")(fault)
-
-    def _machines(self) -> list[Machine]:
-        return [self.coordinator, *self.peers]
-
-    def _some(self, fault: PlannedFault) -> Machine:
-        machines = self._machines()
-        return machines[fault.who % len(machines)]
-
-    def _trainer(self, fault: PlannedFault) -> PeerMachine:
-        trainers = [peer for peer in self.peers if not peer.habits.is_keeper]
-        return trainers[fault.who % len(trainers)]
-
-    def _pair(self, fault: PlannedFault) -> tuple[Machine, Machine]:
-        machines = self._machines()
-        first = fault.who % len(machines)
-        return machines[first], machines[
-            (first + 1 + fault.other % (len(machines) - 1)) % len(machines)
-        ]
-
-    def _fault_kill(self, fault: PlannedFault) -> None:
-        self._down(self._some(fault), fault, lost_power=False)
-
-    def _fault_power(self, fault: PlannedFault) -> None:
-        self._down(self._some(fault), fault, lost_power=True)
-
-    def _down(self, machine: Machine, fault: PlannedFault, *, lost_power: bool) -> None:
-        machine.crash(lost_power=lost_power)
-        self.restart_later(machine, fault.lasts_s)
-
-    def _fault_crash(self, fault: PlannedFault) -> None:
-        machine = self._some(fault)
-        if machine.is_up:
-            machine.disk.crash_in = 1 + int(40 * fault.amount)
-
-    def _fault_wipe(self, fault: PlannedFault) -> None:
-        machine = self._trainer(fault)
-        machine.crash(lost_power=False)
-        machine.wipe()
-        self.restart_later(machine, fault.lasts_s)
-
-    def _fault_freeze(self, fault: PlannedFault) -> None:
-        machine = self._some(fault)
-        for network, name in self._names(machine):
-            network.freeze(name)
-        self._later(fault.lasts_s, lambda: self._thaw(machine))
-
-    def _fault_cut(self, fault: PlannedFault) -> None:
-        self._cut([self._pair(fault)], fault.lasts_s)
-
-    def _fault_part(self, fault: PlannedFault) -> None:
-        machines = self._machines()
-        random.Random(fault.other).shuffle(machines)
-        at = 1 + fault.who % (len(machines) - 1)
-        pairs = [(a, b) for a in machines[:at] for b in machines[at:]]
-        self._cut(pairs, fault.lasts_s)
-
-    def _cut(self, pairs: list[tuple[Machine, Machine]], lasts_s: float) -> None:
-        for a, b in pairs:
-            self.mesh.cut(a.identity.peer_id, b.identity.peer_id)
-            self.wire.cut(a.wire_name, b.wire_name)
-
-        def heal() -> None:
-            for a, b in pairs:
-                self.mesh.heal(a.identity.peer_id, b.identity.peer_id)
-                self.wire.heal(a.wire_name, b.wire_name)
-
-        self._later(lasts_s, heal)
-
-    def _fault_reset(self, fault: PlannedFault) -> None:
-        a, b = self._pair(fault)
-        self.mesh.reset(a.identity.peer_id, b.identity.peer_id)
-        self.wire.reset(a.wire_name, b.wire_name)
-
-    def _fault_slow(self, fault: PlannedFault) -> None:
-        machine = self._some(fault)
-        machine.slow_down(2e3 * 100**fault.amount)
-        self._later(fault.lasts_s, lambda: machine.slow_down(0.0))
-
-    def _fault_loss(self, fault: PlannedFault) -> None:
-        a, b = self._pair(fault)
-        link = MemoryLink(latency_s=self.plan.latency_s, drop=0.1 * fault.amount)
-        ends = a.identity.peer_id, b.identity.peer_id
-        self.mesh.set_link(*ends, link)
-        usual = MemoryLink(latency_s=self.plan.latency_s, jitter_s=self.plan.jitter_s)
-        self._later(fault.lasts_s, lambda: self.mesh.set_link(*ends, usual))
-
-    def _fault_full(self, fault: PlannedFault) -> None:
-        machine = self._some(fault)
-        disk = machine.disk
-        disk.is_full = True
-
-        def make_room() -> None:
-            disk.is_full = False
-
-        self._later(fault.lasts_s, make_room)
-
-    def _fault_rot(self, fault: PlannedFault) -> None:
-        machine = self._some(fault)
-        folder = machine.disk.folder / "log"
-        if machine.is_up and (folder / "log.sqlite").exists():
-            machine.tainted = True
-            if fault.who // len(self._machines()) % 3:
-                _rot_body(folder / "log.sqlite", fault)
-            else:
-                _rot_snapshot(folder, fault)
-
-    def _fault_clock(self, fault: PlannedFault) -> None:
-        machine, jump_s = self._some(fault), (fault.amount - 0.5) * 240
-        machine.clock_error_s += jump_s
-        self._clock_errors_s += abs(jump_s)
-
-    def _fault_away(self, fault: PlannedFault) -> None:
-        self._down(self.coordinator, fault, lost_power=fault.amount < 0.5)
-
-    def _fault_lone(self, fault: PlannedFault) -> None:
-        kept = self._trainer(fault)
-        for peer in self.peers:
-            if peer is not kept and not peer.habits.is_keeper:
-                self._down(peer, fault, lost_power=fault.amount < 0.3)
-
-    def _fault_leave(self, fault: PlannedFault) -> None:
-        machine = self._trainer(fault)
-        if machine.training is not None:
-            machine.training.stop()
-
-    def _fault_join(self, fault: PlannedFault) -> None:
-        if len(self.peers) < MOST_PEERS:
-            self._add_peer().start()
-
-    def _fault_evict(self, fault: PlannedFault) -> None:
-        trainers = [peer for peer in self.peers if not peer.habits.is_keeper]
-        machine = self._trainer(fault)
-        if self.coordinator.is_up and len(trainers) - len(self._gone) > 2:
-            coordinator, peer_id = self.coordinator, machine.identity.peer_id
-            folder, at_s = coordinator.disk.folder, BEGAN_S + self.now()
-
-            def evict() -> None:
-                invites.evict(folder, peer_id, at_s=at_s, reason="hunt")
-
-            with suppress(OSError):
-                coordinator.do(evict)
-                self._gone.add(peer_id)
-
-    # Copies
-
-    def _fault_lost(self, fault: PlannedFault) -> None:
-        if self.copies is None or not has_copy(self.copies):
-            return
-        peers = [each for each in map(self._replica, self.peers) if each is not None]
-        self.organiser.forget(_orders(peers))
-        self.audit.restored()
-        self._copy_again()  # who restores has a way to the copies
-        self.coordinator.replace(self.copies)
-        self.restart_later(self.coordinator, fault.lasts_s)
-
-    def _fault_uncopied(self, fault: PlannedFault) -> None:
-        copies = self.copies
-        if copies is not None:
-            copies.takes = fault.other % MOST_TAKEN
-            self._later(fault.lasts_s, self._copy_again)
-
-    def _copy_again(self) -> None:
-        if self.copies is not None:
-            self.copies.takes = None
-
     # Orders
-
-    def _fault_pause(self, fault: PlannedFault) -> None:
-        self._order(fault)
-        if fault.amount > FORGOTTEN:
-            self._later(fault.lasts_s, lambda: self.organiser.want(ResumeRun()))
-
-    def _fault_stop(self, fault: PlannedFault) -> None:
-        self._fault_pause(fault)
-
-    def _fault_oust(self, fault: PlannedFault) -> None:
-        peer_id = self._peer(fault).identity.peer_id
-        self.organiser.want(EvictPeer(peer_id=peer_id, reason="hunt"))
-        self._ousted.append(peer_id)
-        if fault.amount > FORGOTTEN:
-            self._later(fault.lasts_s, self._readmit)
-
-    def _readmit(self) -> None:
-        """Readmit the peer that was evicted first."""
-        if self._ousted:
-            self.organiser.want(ReadmitPeer(peer_id=self._ousted.pop(0)))
-
-    def _fault_set(self, fault: PlannedFault) -> None:
-        self._order(fault)
-
-    def _order(self, fault: PlannedFault) -> None:
-        position = max([0, *self._positions()])
-        self.organiser.want(drawn_change(fault, position))
-
-    def _fault_forge(self, fault: PlannedFault) -> None:
-        self.organiser.forge(drawn_change(fault, 0), self._peer(fault))
-
-    def _fault_repeat(self, fault: PlannedFault) -> None:
-        self.organiser.repeat(self._peer(fault), random.Random(fault.other))
-
-    def _fault_rival(self, fault: PlannedFault) -> None:
-        self.organiser.rival(drawn_change(fault, 0), self._peer(fault))
-
-    def _peer(self, fault: PlannedFault) -> PeerMachine:
-        return self.peers[fault.who % len(self.peers)]
 
     async def _settle_orders(self) -> None:
         """Let a paused run rest, resume it, and see all orders decided."""
@@ -531,7 +323,7 @@ class World:
     def _undo_orders(self) -> bool:
         """Let the run go on with everybody; return whether that needs orders."""
         up = self.coordinator.running
-        if up is None or self._is_over():
+        if up is None or self.is_over():
             return False
         settings = up.coordinator.orders().settings  # once all that were given are decided
         for peer_id in settings.evicted:
@@ -542,21 +334,50 @@ class World:
 
     def _settings(self) -> dict[str, RunSettings]:
         """Return what orders have changed at the end of each log that is open, by machine."""
-        replicas = {machine.name: self._replica(machine) for machine in self._machines()}
+        replicas = {machine.name: self.replica(machine) for machine in self.machines()}
         return {name: each.settings for name, each in replicas.items() if each is not None}
 
     def _has_all_orders(self) -> bool:
-        if self._is_over():
+        if self.is_over():
             return True
-        kept = self._replica(self.coordinator)
+        kept = self.replica(self.coordinator)
         if not self.organiser.is_idle or kept is None:
             return False
-        return not self.organiser.lost(_orders([kept]))
+        return not self.organiser.lost(orders_of([kept]))
 
-    def _is_over(self) -> bool:
+    def is_over(self) -> bool:
         """Return whether an order has ended the run."""
-        replica = self._replica(self.coordinator) if self.is_logged else None
+        replica = self.replica(self.coordinator) if self.is_logged else None
         return replica is not None and replica.settings.is_over(replica.position)
+
+    # Machines
+
+    def machines(self) -> list[Machine]:
+        """Return all of them, the coordinator's first."""
+        return [self.coordinator, *self.peers, *self.former]
+
+    def restore_elsewhere(self) -> CoordinatorMachine:
+        """Start a new coordinator from the newest copy; return the one before, which runs on."""
+        former = self.coordinator
+        key = RecoveryKey.of(former.disk.folder)  # the organiser has kept it
+        number = 2 + len(self.former)
+        self.coordinator = self._new_coordinator(number, _identity(self.plan, -number))
+        self.coordinator.restore(key, is_damaged=former.tainted)
+        self.former.append(former)
+        self.coordinator.start()
+        return former
+
+    def _new_coordinator(self, number: int, identity: Identity) -> CoordinatorMachine:
+        copies = HuntTarget(self.folder.name) if self.plan.copies else None
+        return CoordinatorMachine(self, number, identity, copies)
+
+    def replica(self, machine: Machine) -> LiveReplica | None:
+        """Return the log of a machine's process, if it has one."""
+        if isinstance(machine, CoordinatorMachine):
+            up = machine.running
+            return up.coordinator.log.replica if up is not None else None
+        peer = machine.peer if isinstance(machine, PeerMachine) else None
+        return getattr(peer.run, "replica", None) if peer is not None else None
 
     # Healing
 
@@ -565,21 +386,21 @@ class World:
         for _, undo in self._undo:
             undo()
         self._undo = []
-        for machine in self._machines():
+        for machine in self.machines():
             machine.disk.crash_in, machine.disk.is_full = None, False
-            self._thaw(machine)
+            self.thaw(machine)
             machine.slow_down(0.0)
-            if machine.identity.peer_id in self._gone:
+            if machine.identity.peer_id in self.gone:
                 machine.is_wanted = False
                 machine.crash(lost_power=False)
-            else:
+            elif machine not in self.former:  # those end when they see the copies of another one
                 machine.start()
         self.mesh.heal()
         self.wire.heal()
 
     async def _resume(self) -> None:
         healed_s = self.now()
-        goal = self._positions()[-1] + 2 if self._positions() else 2
+        goal = self.positions()[-1] + 2 if self.positions() else 2
         while not self._has_resumed(goal):
             self._do_due()
             self._look()
@@ -592,8 +413,9 @@ class World:
         self.say(f"--- resumed after {self.resumed_s:.0f} s: {self._standing()}")
         await asyncio.sleep(LOOK_S)
         self._look()
-        self._check_logs()
-        self._check_bounds()
+        check_logs(self)
+        check_tasks(self)
+        check_memory(self)
         self._look()
 
     resumed_s = 0.0
@@ -625,25 +447,33 @@ class World:
             peer
             for peer in self.peers
             if peer.is_wanted
-            and peer.identity.peer_id not in self._gone
+            and peer.identity.peer_id not in self.gone
             # Of a run that is over, nobody is readmitted.
             and not (up and up.coordinator.admission.is_evicted(peer.identity.peer_id))
         ]
 
-    def _positions(self) -> list[int]:
+    def positions(self) -> list[int]:
+        """Return where the peers are, the last one first."""
         return sorted(peer.peer.position for peer in self._wanted() if peer.peer is not None)
 
     def _has_resumed(self, goal: int) -> bool:
         wanted = self._wanted()
         up = self.coordinator.running
-        if self._is_over():
+        if self.is_over():
             last = self._settings()[self.coordinator.name].last_round
             return all(last == _ended_at(peer) for peer in wanted)
         if up is None or any(peer.peer is None for peer in wanted):
             return False
-        positions = self._positions()
+        if self.former and not self._follows_one(wanted):
+            return False
+        positions = self.positions()
         kept = up.coordinator.log.head().position if self.is_logged else positions[0]
         return positions[0] >= goal and (not self.is_logged or kept >= goal)
+
+    def _follows_one(self, peers: Sequence[PeerMachine]) -> bool:
+        """Return whether one coordinator is left, and peers are in touch with that one."""
+        followed = {self._followed.get(peer.name) for peer in peers}
+        return followed == {self.coordinator} and not any(each.is_up for each in self.former)
 
     @property
     def is_logged(self) -> bool:
@@ -659,55 +489,10 @@ class World:
         head = up.coordinator.log.head() if up is not None else None
         return f"{', '.join(places)}; coordinator {(head.epoch, head.position) if head else None}"
 
-    def _check_logs(self) -> None:
-        """Compare what each machine has stored with what was decided, and repeat the whole log."""
-        for machine in self._machines():
-            replica = self._replica(machine)
-            if replica is None or machine.tainted:
-                continue
-            for record in replica.store.headers(0, 1 << 30):
-                self.audit.decided(machine, Entry.decode(record.entry))
-            self.audit.orders.held(machine.name, replica.settings, replica.head.chain)
-        kept = self._replica(self.coordinator)
-        if kept is not None and not self.coordinator.tainted:
-            self._repeat(kept)
-
-    def _repeat(self, kept: LiveReplica) -> None:
-        """Apply the coordinator's log once more, from the first state, and look for each order."""
-        records = kept.store.headers(0, 1 << 30)
-        entries = [Entry.decode(record.entry) for record in records]
-        lost = self.organiser.lost({entry.order for entry in entries} - {b""})
-        if lost and not self._is_over():
-            self.audit.fail("what is acknowledged stays", f"orders {lost} are in no log")
-        if not all(record.has_body for record in records):
-            return  # the coordinator was away until peers had dropped some
-        state = self._genesis
-        for entry in entries[: kept.state.position]:  # the store may be one ahead of the state
-            body = memoryview(kept.store.body(entry.position))
-            state = kept.core.replay.next_state(state, entry, body)
-        if state.root() != kept.state.root():
-            self.audit.fail("a replay gives the same bits", f"at {kept.position}")
-
-    def _replica(self, machine: Machine) -> LiveReplica | None:
-        if isinstance(machine, CoordinatorMachine):
-            up = machine.running
-            return up.coordinator.log.replica if up is not None else None
-        peer = machine.peer if isinstance(machine, PeerMachine) else None
-        return getattr(peer.run, "replica", None) if peer is not None else None
-
-    def _check_bounds(self) -> None:
-        """Hold tasks and what networks keep within their bounds."""
-        most = MOST_TASKS * len(self._machines())
-        now = len(asyncio.all_tasks()) - self._num_retired_tasks()
-        if now > most:
-            self.audit.fail("tasks are bounded", f"expected at most {most}, got {now}")
-
-    def _num_retired_tasks(self) -> int:
-        return sum(task is not None and not task.done() for task, _ in self.retired)
-
     # Inside
 
-    def _add_peer(self, *, is_keeper: bool = False) -> PeerMachine:
+    def add_peer(self, *, is_keeper: bool = False) -> PeerMachine:
+        """Add a machine, which is not started."""
         number = len(self.peers) + 1
         pace = self.plan.step_s * (1 + 0.2 * (number % 3))
         habits = Habits(is_keeper=is_keeper, step_s=pace)
@@ -716,14 +501,16 @@ class World:
         return peer
 
     def _restart(self, machine: Machine) -> None:
-        if machine.identity.peer_id not in self._gone:
+        if machine.identity.peer_id not in self.gone:
             machine.start()
 
-    def _thaw(self, machine: Machine) -> None:
-        for network, name in self._names(machine):
+    def thaw(self, machine: Machine) -> None:
+        """Let a frozen machine go on."""
+        for network, name in self.names(machine):
             network.thaw(name)
 
-    def _names(self, machine: Machine) -> list[tuple[MemoryNetwork, str]]:
+    def names(self, machine: Machine) -> list[tuple[MemoryNetwork, str]]:
+        """Return a machine's networks, and its name in each."""
         return [(self.mesh, machine.identity.peer_id), (self.wire, machine.wire_name)]
 
     def _true_clock_s(self) -> float:
@@ -745,18 +532,31 @@ class World:
         """Serve gRPC in memory instead of at a port."""
         machine = here()
         wires.serve(machine.own_wire, service)
-        return "10.0.0.1:7700", SimpleNamespace(p2p_port=None, multiaddr=str, caller=str)
+        return machine.address, SimpleNamespace(p2p_port=None, multiaddr=str, caller=str)
 
     async def channel(self, target: str, sha256: bytes, *, timeout_s: float) -> wires.MemoryChannel:
-        """Connect to the coordinator in memory instead of by TLS."""
+        """Connect to a coordinator in memory instead of by TLS."""
         machine = here()
+        coordinators = [self.coordinator, *self.former]
+        callee = next(each for each in coordinators if each.address == target)
 
         def replied(reply: Any) -> None:  # noqa: ANN401
             head = getattr(reply, "head", None)
             if living() is machine and head is not None and len(head.chain) == 32:
-                self.audit.acknowledged(head.epoch, head.position, head.chain)
+                self.audit.acknowledged(callee, head.epoch, head.position)
 
-        return await wires.MemoryChannel.open(machine.own_wire, replied, timeout_s=timeout_s)
+        wire, name = machine.own_wire, callee.wire_name
+        opened = await wires.MemoryChannel.open(wire, name, replied, timeout_s=timeout_s)
+        self._followed[machine.name] = callee
+        return opened
+
+    async def look_up(
+        self, whereabouts: Whereabouts, addresses: Sequence[str], run_id: str
+    ) -> bool:
+        """Ask nodes where the coordinator is, in memory instead of by libp2p."""
+        asked = [self.nodes.get(peer_of(address)) for address in addresses]
+        found = [each for each in asked if each is not None and each.is_reached]
+        return any([whereabouts.take(node.notices.show()) for node in found if node.notices.show()])
 
     def places(self, edges: Edges) -> list[tuple[Any, str, Any]]:
         """Return what is replaced besides clocks, chance and disks."""
@@ -770,13 +570,15 @@ class World:
             (bootstrap, "Identity", identities),
             (bootstrap, "choose_port", lambda host, wanted, remembered: 1),
             (bootstrap, "both_families", lambda host, port: [host]),
-            (peer_module, "look_up", _nowhere),
+            (peer_module, "look_up", self.look_up),
             (peer_module, "background_threads", lambda count, name: InlineExecutor()),
             (reducer, "background_threads", lambda count, name: InlineExecutor()),
             (decisions, "queue", queues),
             (gossip_run, "queue", queues),
             (reporting, "WireCounter", NoCounter),
-            (reporting, "version", lambda name: "0"),  # it reads the package's files each time
+            (reporting, "version", lambda name: "0"),
+            # It reads the package's files each time, as often as each heartbeat.
+            *((module, "version", cache(version)) for module in VERSIONED),
             (log_run, "LiveReplica", WatchedReplica),
             (server, "LiveReplica", WatchedReplica),
             (server, "_listen", self.listen),
@@ -789,27 +591,31 @@ class World:
             (peer_module, "new_incarnation", edges.incarnation),
             (keeping, "new_incarnation", edges.incarnation),
             (keeping, "Ballots", WatchedBallots),
-            (RunKeys, "generate", classmethod(lambda cls: _keys(self.plan))),
+            (engine, "GossipPeer", WatchedGossipPeer),
+            (engine, "Invitee", WatchedInvitee),
+            (invitations, "Meeting", WatchedMeeting),
+            (RunKeys, "generate", classmethod(lambda cls: _keys(self.plan.seed))),
         ]
-
-
-def _orders(replicas: Sequence[LiveReplica]) -> set[bytes]:
-    """Return the orders that logs hold."""
-    records = [record for each in replicas for record in each.store.headers(0, 1 << 30)]
-    return {Entry.decode(record.entry).order for record in records} - {b""}
-
-
-async def _nowhere(*where: object) -> bool:
-    """The coordinator moves to no other address here, so nobody knows one."""
-    return False
 
 
 def _ended_at(peer: PeerMachine) -> int:
     return peer.peer.position if peer.peer is not None else peer.ended_at
 
 
+@cache
+def prepare() -> None:
+    """Do what each run of a process would do on its way: children of the process inherit it.
+
+    The first optimizer imports torch's compiler, 800 modules in most of a second; two of them draw
+    numbers, which must not be the seed's.
+    """
+    torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+    _tls()
+
+
 def run(plan: RunPlan, folder: Path, kind: type[World] = World) -> RunVerdict:
     """Run a plan to its end; `kind` is the class of the world, for other machines in it."""
+    prepare()
     loop = HuntLoop()
     loop.longest_job_s = plan.longest_job_s
     torch.manual_seed(plan.seed)
@@ -851,7 +657,7 @@ def run(plan: RunPlan, folder: Path, kind: type[World] = World) -> RunVerdict:
         positions=position + 1,
         epochs=world.audit.num_epochs,
         resumed_s=world.resumed_s,
-        faults=world.faults,
+        faults=world.faults.counts,
     )
 
 
@@ -916,48 +722,21 @@ def _identity(plan: RunPlan, number: int) -> Identity:
     return Identity(Ed25519PrivateKey.from_private_bytes(seed), None)
 
 
-def _keys(plan: RunPlan) -> RunKeys:
-    """Return the run's keys; nothing here uses TLS."""
-    from atoll.coordinator.run.keys import _self_signed
-
-    global _TLS
-    if _TLS is None:
-        _TLS = _self_signed()
+@cache
+def _keys(seed: int) -> RunKeys:
+    """Return the keys of a seed's run; nothing here uses TLS."""
+    tls_key, tls_certificate = _tls()
     return RunKeys(
-        run_key=sha256(b"run key %d" % plan.seed),
-        tls_key=_TLS[0],
-        tls_certificate=_TLS[1],
-        token=sha256(b"token %d" % plan.seed)[:16],
-        session_secret=sha256(b"session %d" % plan.seed),
+        run_key=sha256(b"run key %d" % seed),
+        tls_key=tls_key,
+        tls_certificate=tls_certificate,
+        token=sha256(b"token %d" % seed)[:16],
+        session_secret=sha256(b"session %d" % seed),
     )
 
 
-_TLS: tuple[bytes, bytes] | None = None
+@cache
+def _tls() -> tuple[bytes, bytes]:
+    from atoll.coordinator.run.keys import _self_signed
 
-
-def _rot_snapshot(folder: Path, fault: PlannedFault) -> None:
-    """Change a byte of a stored snapshot; what has opened the file reads it too."""
-    paths = sorted(folder.glob("snapshot-*.bin"))
-    if paths:
-        path = paths[fault.other % len(paths)]
-        data = bytearray(path.read_bytes())
-        data[int(fault.amount * len(data))] ^= 0x5A
-        with path.open("r+b") as file:
-            file.write(data)
-
-
-def _rot_body(log: Path, fault: PlannedFault) -> None:
-    """Change a byte of a stored update, by another connection to the database."""
-    db = sqlite3.Connection(str(log), timeout=1.0)
-    try:
-        rows = db.execute("SELECT position, part, data FROM bodies ORDER BY 1, 2").fetchall()
-        if rows:
-            position, part, data = rows[fault.other % len(rows)]
-            at = int(fault.amount * len(data))
-            data = data[:at] + bytes([data[at] ^ 0x5A]) + data[at + 1 :]
-            db.execute(
-                "UPDATE bodies SET data = ? WHERE position = ? AND part = ?", (data, position, part)
-            )
-            db.commit()
-    finally:
-        db.close()
+    return _self_signed()

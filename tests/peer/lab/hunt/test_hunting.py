@@ -12,18 +12,16 @@ from atoll.peer.lab.hunt.hunting import (
     Search,
     SeedResult,
     apart,
+    digest_of,
     hunt,
     run_plan,
     run_seed,
     shrink,
+    told,
 )
 
 ALWAYS = 4
 """Seeds of the default suite, half a virtual minute of faults each; about 10 s of CPU."""
-
-
-def story(seed: int) -> tuple[str, ...]:
-    return run_plan(plans.draw(seed, minutes=0.5)).story
 
 
 @pytest.mark.parametrize("seed", range(ALWAYS))
@@ -71,8 +69,13 @@ def test_what_a_killed_hunt_left_goes_with_the_next(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_seed_repeats_exactly() -> None:
-    assert story(7) == story(7)
+def test_a_told_seed_is_the_one_of_its_range() -> None:
+    found: list[SeedResult] = []
+    hunt(Search(first=7, seeds=1, virtual_minutes=0.5), found.append)
+    run = apart(told, plans.draw(7, minutes=0.5))
+    assert run.story == found[0].story == digest_of(run.lines)
+    assert (run.virtual_s, run.text) == (found[0].virtual_s, "")
+    assert len(run.lines) > 20
 
 
 def pid_after(name: str) -> int:

@@ -268,8 +268,8 @@ class CoordinatorMachine(Machine):
 
     def _told(self, invite: Invite) -> Invite:
         """Return the invite that newcomers get: of the coordinator that was restored last."""
-        is_current = self is self.world.coordinator or self.world.invite is None
-        return invite if is_current else self.world.invite
+        current = self.world.invite
+        return invite if current is None or self is self.world.coordinator else current
 
     def replace(self) -> None:
         """Lose the machine, and begin with the newest copy on another, which is not started."""

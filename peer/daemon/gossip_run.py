@@ -91,7 +91,9 @@ class GossipRun:
         self.gossip = Gossip(
             ctx,
             state,
-            mass=0.0 if has_begun else 1.0,
+            # A neighbour's state counts at the neighbour, whatever the coordinator says: one that
+            # was restored from before the begin knows of none.
+            mass=0.0 if has_begun or self._is_borrowed else 1.0,
             on_settled=self._on_settled,
             on_phase=env.on_phase,
             uplink_mbit_s=env.options.rates.uplink_mbit_s,

@@ -120,6 +120,8 @@ class Organiser(Machine):
                 self.world.say(f"organiser: gave {order.number}: {change}")
                 return
             except Invalid as error:
+                if signed:  # its number is the next one's: it must not be repeated to anybody
+                    self.signed.remove(signed)
                 self.world.say(f"organiser: {change} was refused: {error}")
                 return
             except CoordinatorError:

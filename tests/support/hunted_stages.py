@@ -136,11 +136,14 @@ class StageAudit(Audit):
         if self._decided.setdefault(place, entry.digest) != entry.digest:
             self.fail("one entry a position", f"{machine.name} has another at {place[1:]}")
 
-    def acknowledged(self, epoch, position, chain):
+    def acknowledged(self, machine, epoch, position):
         """Not told by logs."""
 
     def reopened(self, machine, epoch, position):
         """As `acknowledged`."""
+
+    def opened(self, machine, epoch, record):
+        """Likewise: each log has epochs of its own."""
 
 
 class WatchedCarrier(Carrier):
@@ -263,11 +266,10 @@ class StageWorld(World):
     def __init__(self, plan, folder, loop):
         super().__init__(plan, folder, loop)
         self.spec = spec_of(self.spec)
-        method = self.spec.method()
-        planned = method.lr, method.momentum
-        self.audit = StageAudit(_keys(plan).run_public_key, planned)
+        run_key = _keys(plan.seed).run_public_key
+        self.audit = StageAudit(run_key, self.spec.method(), self.genesis())
 
-    def _add_peer(self, *, is_keeper=False):
+    def add_peer(self, *, is_keeper=False):
         number = len(self.peers) + 1
         habits = Habits(step_s=self.plan.step_s * (1 + 0.2 * (number % 3)))
         peer = StageMachine(self, number, habits, _identity(self.plan, number))
@@ -333,8 +335,8 @@ class StageWorld(World):
         await asyncio.sleep(LOOK_S)
         self._look()
 
-    def _check_logs(self):
-        for machine in self._machines():
+    def check_logs(self):
+        for machine in self.machines():
             for replica in self._replicas(machine):
                 for record in replica.store.headers(0, 1 << 30):
                     self.audit.decided(machine, Entry.decode(record.entry))

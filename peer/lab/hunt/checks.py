@@ -22,7 +22,7 @@ from atoll.peer.gossip.invitations import KEPT_IDS as INVITED_IDS
 from atoll.peer.gossip.peer import KEPT_IDS as COMMITTED_IDS
 from atoll.peer.lab.hunt.audits import Audit, WorkAudit
 from atoll.peer.lab.hunt.disks import Disk
-from atoll.peer.lab.hunt.holdings import Holdings, held_by
+from atoll.peer.lab.hunt.holdings import ProcessHoldings, held_by
 from atoll.peer.lab.hunt.machines import Machine
 from atoll.peer.lab.hunt.nodes import MemoryDht
 from atoll.peer.lab.hunt.trainers import LoopTurns
@@ -109,7 +109,7 @@ def check_memory(world: World) -> None:
                 world.audit.fail(MEMORY_RULE, text)
 
 
-def _beyond(world: World, found: Holdings) -> Iterator[tuple[str, int, int]]:
+def _beyond(world: World, found: ProcessHoldings) -> Iterator[tuple[str, int, int]]:
     """Yield what is held beyond its bound, the bound, and how much it is."""
     for label, items in found.largest.items():
         most = most_items(label, world)
@@ -135,7 +135,7 @@ def most_bytes(world: World) -> int:
     return OWN_BYTES + VECTORS_A_PEER * vector_bytes * len(world.machines())
 
 
-def holdings_of(machine: Machine) -> Holdings:
+def holdings_of(machine: Machine) -> ProcessHoldings:
     """Return what a machine's process holds."""
     own = machine.transports
 

@@ -45,7 +45,7 @@ SUSPENDED = (types.CoroutineType, types.GeneratorType, types.AsyncGeneratorType)
 
 
 @dataclass(kw_only=True)
-class Holdings:
+class ProcessHoldings:
     """What was found."""
 
     largest: dict[str, int] = field(default_factory=dict)
@@ -60,12 +60,12 @@ class _Walk:
     """One walk over the objects of a process."""
 
     def __init__(self, is_foreign: Callable[[object], bool]) -> None:
-        self.found = Holdings()
+        self.found = ProcessHoldings()
         self._is_foreign = is_foreign
         self._seen: set[int] = set()
         self._storages: set[int] = set()
 
-    def over(self, roots: Iterable[tuple[str, Any]]) -> Holdings:
+    def over(self, roots: Iterable[tuple[str, Any]]) -> ProcessHoldings:
         due = deque(roots)
         while due:
             label, value = due.popleft()
@@ -154,7 +154,7 @@ _EMPTY = types.CellType()
 
 def held_by(
     roots: Iterable[tuple[str, Any]], is_foreign: Callable[[object], bool] = lambda value: False
-) -> Holdings:
+) -> ProcessHoldings:
     """Return what objects hold.
 
     Args:

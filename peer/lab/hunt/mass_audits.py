@@ -43,7 +43,7 @@ Fail = Callable[[str, str], None]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Held:
+class HeldMass:
     """What a process holds between two moves."""
 
     mass: float
@@ -57,12 +57,12 @@ class Held:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Offered:
+class OfferedMass:
     """One side of an exchange that has sent and received everything."""
 
     process: Process
     exchange: bytes
-    held: Held
+    held: HeldMass
     delta_N: Tensor  # noqa: N815
     weight: float
     after: OuterState
@@ -86,8 +86,8 @@ class MassAudit:
         self._lr, self._mu = scalars
         self._genesis = genesis
         self._fail = fail
-        self._held: dict[Process, Held] = {}
-        self._offered: dict[Process, Offered] = {}
+        self._held: dict[Process, HeldMass] = {}
+        self._offered: dict[Process, OfferedMass] = {}
         """The exchange that each process may commit next."""
         self._owed: dict[Process, Owed] = {}
         self._sides: Counter[bytes] = Counter()
@@ -108,7 +108,7 @@ class MassAudit:
     def offered(self, process: Process, exchange: bytes, side: OwnSide, after: OuterState) -> None:
         """Take an exchange whose result a process has computed, and not committed."""
         self._sides[exchange] += 1
-        self._offered[process] = Offered(
+        self._offered[process] = OfferedMass(
             process=process,
             exchange=exchange,
             held=self._expect_held(process, side.state, side.mass),
@@ -155,22 +155,24 @@ class MassAudit:
     def _step(self) -> float:
         return self._lr / (1 - self._mu)
 
-    def _holding(self, state: OuterState, mass: float) -> Held:
+    def _holding(self, state: OuterState, mass: float) -> HeldMass:
         ahead = self._mu / (1 - self._mu)
-        return Held(mass=mass, z_N=state.params_N.double() + ahead * state.momentum_N.double())
+        return HeldMass(mass=mass, z_N=state.params_N.double() + ahead * state.momentum_N.double())
 
-    def _expect_held(self, process: Process, state: OuterState, mass: float) -> Held:
+    def _expect_held(self, process: Process, state: OuterState, mass: float) -> HeldMass:
         """Return what a process holds, which must be what it held after its last move."""
         held, now = self._held[process], self._holding(state, mass)
         if mass != held.mass or not torch.equal(now.z_N, held.z_N):
             self._broken(process, f"changed between two moves: mass {held.mass} became {mass}")
         return now
 
-    def _expect_saved(self, process: Process, now: Held) -> None:
+    def _expect_saved(self, process: Process, now: HeldMass) -> None:
         if now.mass:
             self._broken(process, f"takes over a saved state with mass {now.mass}")
 
-    def _expect_alone(self, process: Process, held: Held, now: Held, window: GossipWindow) -> None:
+    def _expect_alone(
+        self, process: Process, held: HeldMass, now: HeldMass, window: GossipWindow
+    ) -> None:
         if self._owed.pop(process, None) is not None:
             self._broken(process, "goes on as if an exchange that its partner counts had not been")
         learned_N = window.delta_N.double() if window.weight else torch.zeros_like(held.z_N)
@@ -178,7 +180,7 @@ class MassAudit:
         if now.mass != held.mass or wrong > CLOSE:
             self._broken(process, f"alone, has mass {now.mass}, not {held.mass}; {wrong:.5f} off")
 
-    def _expect_met(self, mine: Offered, now: Held) -> None:
+    def _expect_met(self, mine: OfferedMass, now: HeldMass) -> None:
         owed = self._owed.pop(mine.process, None)
         if owed is None:
             self._settle_first(mine, now)
@@ -188,7 +190,7 @@ class MassAudit:
             self.num_exchanges += 1
             self._expect_owed(mine.process, owed, now)
 
-    def _settle_first(self, mine: Offered, now: Held) -> None:
+    def _settle_first(self, mine: OfferedMass, now: HeldMass) -> None:
         """Leave to the other end what is left of both sums."""
         if self._sides[mine.exchange] != 2:
             self._broken(mine.process, "commits an exchange that its partner cannot commit")
@@ -201,7 +203,7 @@ class MassAudit:
                 moment_N=mine.held.moment_N + other.held.moment_N - moved_N - now.moment_N,
             )
 
-    def _expect_owed(self, process: Process, owed: Owed, now: Held) -> None:
+    def _expect_owed(self, process: Process, owed: Owed, now: HeldMass) -> None:
         wrong = _distance(now.moment_N, owed.moment_N)
         if abs(now.mass - owed.mass) > CLOSE or wrong > CLOSE * (1 + float(now.z_N.abs().max())):
             self._broken(
@@ -219,7 +221,7 @@ def _forget(book: dict[Process, Any], name: str) -> None:
         del book[process]
 
 
-def _mean(one: Offered, other: Offered) -> Tensor:
+def _mean(one: OfferedMass, other: OfferedMass) -> Tensor:
     """Return the mean of what two windows have learned, by their weights."""
     positive = [each.weight for each in (one, other) if each.weight > 0]
     if not positive:

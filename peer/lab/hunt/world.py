@@ -413,12 +413,16 @@ class World:
         self.say(f"--- resumed after {self.resumed_s:.0f} s: {self._standing()}")
         await asyncio.sleep(LOOK_S)
         self._look()
-        check_logs(self)
+        self.check_logs()
         check_tasks(self)
         check_memory(self)
         self._look()
 
     resumed_s = 0.0
+
+    def check_logs(self) -> None:
+        """Compare what is stored everywhere with what was decided."""
+        check_logs(self)
 
     def _accept_loss_later(self, healed_s: float) -> None:
         """Do what the organiser does if a disk has lost what no peer has either."""

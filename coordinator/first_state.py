@@ -67,13 +67,17 @@ class FirstState:
         """Put the state where the disk has spoiled it, or let a later snapshot do; blocks.
 
         Raises:
-            FirstStateLost: it cannot be made, and no other snapshot is here.
+            FirstStateLost: what is made now is another one, and no other snapshot is here.
         """
         try:
             self.put(store)
         except FirstStateLost:
             if store.snapshot_positions() == [0]:
-                raise
+                raise FirstStateLost(
+                    "the disk has spoiled the first state of this run, and the model that its "
+                    "files make now is another one; put back the files with which the run began, "
+                    "or a copy of this directory"
+                ) from None
             store.put_note(ROOT_NOTE, self.root)  # first: a start without either makes it
             store.drop_snapshots([0])
             return Damage(snapshots=[0])

@@ -6,9 +6,9 @@ has to be gathered first; a pass of arithmetic takes 8.
 
 Memory is free again when the last tensor, array or memoryview of it is gone, whoever held it. What
 waits to be used again is bounded in bytes, by a multiple of the longest vector: what does not fit
-goes back to the system, the length that was not asked for longest first. Once a window most of it
-goes back, and what the heap keeps free (`OnceAWindow`), unless windows are so short that fresh
-pages would cost them more than memory is worth.
+goes back to the system, the length that was not asked for longest first. Once a window the heap's
+free pages go back as well (`OnceAWindow`). Windows so short that fresh pages would cost them more
+than memory is worth give back neither.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from torch import Tensor
 
 LONG = 1 << 20  # values: shorter vectors come from the heap, which is warm anyway
 LINE = 16  # values of a cache line: with AVX-512, each access to others would touch two lines
-# Longest vectors, after a trim. A round frees two, the old parameters and the old residual, and the
-# next one wants them at different times: with both kept, the peak is 4 bytes a parameter higher.
+# Longest vectors. A round frees two, the old parameters and the old residual, and the next one
+# wants them at different times: with both kept, the peak is 4 bytes a parameter higher.
 SPARE = 1.0
-KEPT = 4.0  # the same between two trims
+SHORT_SPARE = 4.0  # the same while windows are short: all that a round frees
 # What was given back takes up to 10 ns a value to get again, measured at 30.8M: three vectors, and
 # what the heap had. With windows of 0.7 s that was a third of all processor time.
 LEAST_WINDOW_S, LEAST_WINDOW_NS_PER_VALUE = 5.0, 70
@@ -42,6 +42,8 @@ _spare: dict[int, deque[np.ndarray]] = {}
 _longest = 0
 _keeps = True
 """whether anything waits to be used again"""
+_most = SPARE
+"""longest vectors that may wait"""
 
 
 Bytes = bytes | bytearray | memoryview
@@ -148,12 +150,11 @@ def _keep(memory: np.ndarray, came_from: Callable[[int], np.ndarray]) -> None:
     if came_from is not _memory or not _keeps:
         return
     _spare.setdefault(memory.size, deque()).append(memory)
-    _give_back(KEPT)
+    _give_back()
 
 
-def _give_back(kept: float) -> None:
-    """Give back what exceeds so many longest vectors."""
-    excess = spare_bytes() - kept * 4 * _longest
+def _give_back() -> None:
+    excess = spare_bytes() - _most * 4 * _longest
     for length in list(_spare):
         while excess > 0:
             try:
@@ -183,7 +184,7 @@ def release() -> None:
 
 
 def trim(numel: int) -> None:
-    """Give what waits back to the system, but for a vector, and the heap's free pages.
+    """Give the heap's free pages back to the system, and what waits but for a vector.
 
     Activations, gradients, frames and messages leave those between smaller things: 8 bytes a
     parameter, measured at 30.9M. It takes 0.4 ms a megabyte, in which other threads may wait for
@@ -192,17 +193,19 @@ def trim(numel: int) -> None:
     Args:
         numel: values of the model.
     """
+    global _most
     if numel < LONG:
         return
-    _give_back(SPARE)
+    _most = SPARE
+    _give_back()
     if _trim is not None:
         _trim(0)
 
 
 class OnceAWindow:
-    """Trims when it is called, unless the last call was so recent that fresh pages would cost more.
+    """Trims when it is called, unless windows are so short that fresh pages would cost more.
 
-    One for each place that is passed once a window.
+    Then more vectors may wait. One for each place that is passed once a window.
     """
 
     def __init__(self) -> None:
@@ -211,10 +214,13 @@ class OnceAWindow:
 
     def trim(self, numel: int) -> None:
         """Trim for a model of so many values, if this window was long enough."""
+        global _most
         now_s = time.monotonic()
         window_s, self._called_s = now_s - self._called_s, now_s
         if window_s >= max(LEAST_WINDOW_S, 1e-9 * LEAST_WINDOW_NS_PER_VALUE * numel):
             trim(numel)
+        else:
+            _most = SHORT_SPARE
 
 
 def spare_bytes() -> int:

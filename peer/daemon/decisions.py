@@ -1,4 +1,4 @@
-"""What the loop has decided, on its way to the trainer's thread.
+"""Hands what the loop has decided to the trainer's thread.
 
     Decisions   the queue, in the order of the log
     Reset       an order to the trainer to stand somewhere else

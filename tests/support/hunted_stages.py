@@ -257,7 +257,7 @@ class StageMachine(PeerMachine):
             moved, self.peer, self.training = peer.run.moves, None, None
             if moved is None:
                 return
-            self.world.faults["move"] += 1
+            self.world.faults.counts["move"] += 1
 
 
 class StageWorld(World):

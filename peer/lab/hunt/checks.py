@@ -1,4 +1,4 @@
-"""What is looked at from outside a simulated process: stored logs, tasks, and what memory holds.
+"""Looks at simulated processes from outside: at stored logs, tasks, and what memory holds.
 
 check_logs      once, at the end: what machines have stored is what was decided
 check_tasks     likewise: no task is left over
@@ -25,7 +25,7 @@ from atoll.peer.lab.hunt.disks import Disk
 from atoll.peer.lab.hunt.holdings import ProcessHoldings, held_by
 from atoll.peer.lab.hunt.machines import Machine
 from atoll.peer.lab.hunt.nodes import MemoryDht
-from atoll.peer.lab.hunt.trainers import LoopTurns
+from atoll.peer.lab.hunt.trainers import LoopTurns, Training
 
 World = Any
 """A `world.World`, whose module imports this one."""
@@ -52,11 +52,11 @@ MOST_ITEMS = {
     "Pending.reported": 10_000,
     "Turns._given_up": 10_000,
 }
-"""Of attributes that keep the newest of something: their own bounds."""
+"""The bounds of attributes that keep the newest of something, or grow without a quorum."""
 LOCALS = 4096  # items of what a suspended function holds, which goes when it returns
 OWN_BYTES, VECTORS_A_PEER = 1 << 20, 16
 
-SIMULATION = (Machine, MemoryNetwork, MemoryDht, Audit, WorkAudit, Disk, LoopTurns)
+SIMULATION = (Machine, MemoryNetwork, MemoryDht, Audit, WorkAudit, Disk, LoopTurns, Training)
 """Classes whose objects are no part of a process."""
 
 

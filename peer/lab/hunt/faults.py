@@ -1,4 +1,4 @@
-"""What goes wrong in a simulated run: one method for each kind of `plans.FaultKind`."""
+"""Lets faults happen in a simulated run, with a method for each kind of `plans.FaultKind`."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Faults:
     def __init__(self, world: World) -> None:
         """Strike a world."""
         self.counts: Counter[str] = Counter()
-        """How many there were of each kind."""
+        """The number of faults that happened, by kind."""
         self._world = world
         self._ousted: list[str] = []
 

@@ -1,4 +1,4 @@
-"""What a process holds in memory: its containers, their items, and bytes, counted from its objects.
+"""Counts what a process holds in memory, from its objects: items of containers, bytes, and tasks.
 
 `held_by` walks from some roots over attributes, items, closures and suspended coroutines. It stops
 at what is not the process's own: classes, modules, the simulation, the network and its other ends.
@@ -46,7 +46,7 @@ SUSPENDED = (types.CoroutineType, types.GeneratorType, types.AsyncGeneratorType)
 
 @dataclass(kw_only=True)
 class ProcessHoldings:
-    """What was found."""
+    """The containers, bytes and tasks that a walk has found."""
 
     largest: dict[str, int] = field(default_factory=dict)
     """Items of the largest container of each label."""

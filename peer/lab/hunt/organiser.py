@@ -104,6 +104,8 @@ class Organiser(Machine):
     async def _give(self, change: Change) -> None:
         """Give an order until the coordinator takes it, or says why not."""
         signed = b""
+        while self.world.invite is None:  # the coordinator has not started yet
+            await asyncio.sleep(TRY_AGAIN_S)
         while True:
             address = self.world.coordinator.address
             client = OrderClient(replace(self.world.invite, addresses=(address,)))

@@ -41,25 +41,16 @@ def test_memory_that_a_view_holds_is_not_given_out():
 
 @pytest.fixture
 def nothing_kept(monkeypatch):
-    for name, value in (("_spare", {}), ("_longest", 0)):
+    for name, value in (("_spare", {}), ("_longest", 0), ("_most", vectors.SPARE)):
         monkeypatch.setattr(vectors, name, value)
 
 
 def test_spare_memory_is_bounded_in_bytes(nothing_kept):
     for numel in (N, 3 * N, N // 2 + vectors.LONG // 2):
-        held = [vectors.empty(numel) for _ in range(9)]
+        held = [vectors.empty(numel) for _ in range(8)]
         del held
         longest = max(numel, vectors._longest)
-        assert 0 < vectors.spare_bytes() <= vectors.KEPT * 4 * longest
-
-
-def test_a_window_gives_back_all_but_a_vector(nothing_kept):
-    held = [vectors.empty(N) for _ in range(5)]
-    del held
-    vectors.trim(vectors.LONG - 1)  # of a small model
-    assert vectors.spare_bytes() == vectors.KEPT * 4 * N_LONG
-    vectors.trim(N)
-    assert vectors.spare_bytes() == vectors.SPARE * 4 * N_LONG
+        assert 0 < vectors.spare_bytes() <= vectors.SPARE * 4 * longest
 
 
 def test_short_windows_keep_what_they_need_again(nothing_kept, monkeypatch):
@@ -68,13 +59,24 @@ def test_short_windows_keep_what_they_need_again(nothing_kept, monkeypatch):
     for numel, least_s in ((N, 5.0), (10**9, 70.0)):
         once = vectors.OnceAWindow()
         kept = []
-        for window_s in (0.0, 0.9 * least_s, 0.9 * least_s, 1.1 * least_s):
+        for window_s in (0.0, 0.9 * least_s, 0.9 * least_s, 1.1 * least_s, 1.1 * least_s):
             now_s += window_s
+            once.trim(numel)
             held = [vectors.empty(N) for _ in range(5)]
             del held
-            once.trim(numel)
             kept.append(vectors.spare_bytes() / (4 * N_LONG))
-        assert kept == [vectors.SPARE, vectors.KEPT, vectors.KEPT, vectors.SPARE]
+        short = vectors.SHORT_SPARE
+        assert kept == [vectors.SPARE, short, short, vectors.SPARE, vectors.SPARE]
+
+
+def test_a_trim_gives_back_what_short_windows_kept(nothing_kept, monkeypatch):
+    monkeypatch.setattr(vectors, "_most", vectors.SHORT_SPARE)
+    held = [vectors.empty(N) for _ in range(5)]
+    del held
+    vectors.trim(vectors.LONG - 1)  # of a small model
+    assert vectors.spare_bytes() == vectors.SHORT_SPARE * 4 * N_LONG
+    vectors.trim(N)
+    assert vectors.spare_bytes() == vectors.SPARE * 4 * N_LONG
 
 
 def test_a_process_that_keeps_none_gives_memory_back_at_once(nothing_kept):
@@ -94,7 +96,6 @@ def test_the_length_that_nobody_asks_for_goes_back_to_the_system(nothing_kept):
     for numel, expected in ((3 * N, {longer: 1}), (N, {longer: 0, N_LONG: 2})):
         held = [vectors.empty(numel) for _ in range(5)]
         del held
-        vectors._give_back(vectors.SPARE)
         assert {length: len(kept) for length, kept in vectors._spare.items()} == expected
 
 

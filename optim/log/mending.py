@@ -222,12 +222,15 @@ def _drop_from(store: LogStore, position: int, damage: Damage) -> None:
 def checked_body(
     store: LogStore, position: int, start: int = 0, stop: int | None = None
 ) -> Iterator[bytes]:
-    """Yield bytes of a stored body in pieces of at most 1 MiB, each part of it checked at its end.
+    """Yield bytes of a stored body in pieces of at most 1 MiB, each whole part checked at its end.
+
+    No more is read than is yielded: who asks for little must not cost much. The rest of a part that
+    begins before `start` or ends behind `stop` is not here to be checked; the reader checks it.
 
     Args:
         store: holds it.
         position: of its entry.
-        start: first byte. The part that it lies in is read, and checked, from its own first one.
+        start: first byte.
         stop: byte behind the last one; by default the body's end.
 
     Raises:
@@ -244,14 +247,11 @@ def checked_body(
         parts = _PartDigests(Entry.decode(record.entry), start, stop)
     except LogError as error:
         raise NotStored(f"entry {position} is damaged on the disk: {error}") from None
-    at = parts.start
     until = stop if stop < record.body_bytes else sys.maxsize  # one that is too long is damaged
-    for chunk in store.part_chunks(position, at, until):
+    for chunk in store.part_chunks(position, start, until):
         if not parts.fit(chunk):
             break
-        at += len(chunk)
-        if at > start:
-            yield chunk[start - at :] if at - start < len(chunk) else chunk
+        yield chunk
     else:
         if parts.are_whole:
             return
@@ -261,28 +261,32 @@ def checked_body(
 
 
 class _PartDigests:
-    """Compares the parts of a body that end in [start, stop) with their digests, as bytes come."""
+    """Compares the parts of a body that lie in [start, stop) with their digests, as bytes come."""
 
     def __init__(self, entry: Entry, start: int, stop: int) -> None:
         parts = [part for part in entry.parts if part.wire_bytes]
-        ends = list(accumulate(part.wire_bytes for part in parts))
-        first = next((i for i, end in enumerate(ends) if start < end <= stop), len(ends))
-        self.start = ends[first] - parts[first].wire_bytes if first < len(ends) else start
-        """of what is to be read: of the first part that ends there, which may be before `start`"""
-        ending = [part for part, end in zip(parts, ends, strict=True) if start < end <= stop]
-        self._parts = ending[::-1]
-        self._tail = stop - self.start - sum(part.wire_bytes for part in ending)
-        """bytes of a part that ends later"""
+        ends = accumulate(part.wire_bytes for part in parts)
+        whole = [
+            (end - part.wire_bytes, end, part)
+            for part, end in zip(parts, ends, strict=True)
+            if start <= end - part.wire_bytes and end <= stop
+        ]
+        self._parts = [part for _, _, part in whole][::-1]
+        self._head = whole[0][0] - start if whole else stop - start
+        """bytes of a part that begins earlier"""
+        self._tail = stop - whole[-1][1] if whole else 0
+        """bytes of one that ends later"""
         self._seen, self._hash = 0, hashlib.sha256()
 
     @property
     def are_whole(self) -> bool:
         """Return whether all bytes have come, and all parts have their digests."""
-        return not self._parts and not self._tail
+        return not self._head and not self._parts and not self._tail
 
     def fit(self, chunk: bytes) -> bool:
         """Take the next bytes; return False if they do not end a part as its digest says."""
-        left = memoryview(chunk)
+        skipped = min(self._head, len(chunk))
+        self._head, left = self._head - skipped, memoryview(chunk)[skipped:]
         while left:
             if not self._parts:
                 self._tail -= len(left)

@@ -5,6 +5,7 @@ Each replaces a function while a block runs, or each of those that do the same.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, Literal, get_args
@@ -76,12 +77,18 @@ def _unwritten_promise() -> Broken:
 
 def _unverified_body() -> Broken:
     """No body is compared with its digests, so what a disk has spoiled counts as the update."""
+
+    def unchecked(
+        log: LogStore, position: int, start: int = 0, stop: int = sys.maxsize
+    ) -> Iterator[bytes]:
+        return log.part_chunks(position, start, stop)
+
     return [
         (mending, "split_body", lambda entry, body: []),
-        (mending, "checked_body", LogStore.body_chunks),
+        (mending, "checked_body", unchecked),
         (replica, "split_body", lambda entry, body: []),
-        (fetching, "checked_body", LogStore.body_chunks),
-        (service, "checked_body", LogStore.body_chunks),
+        (fetching, "checked_body", unchecked),
+        (service, "checked_body", unchecked),
     ]
 
 

@@ -58,13 +58,26 @@ def test_a_piece_of_a_body_is_sent_as_it_is(log: Log) -> None:
     assert store.take_damaged() == []
 
 
-def test_a_piece_that_ends_a_part_is_checked_with_all_of_it(log: Log) -> None:
+def test_a_piece_is_checked_where_it_has_a_whole_part_and_reads_no_more(
+    log: Log, monkeypatch: pytest.MonkeyPatch
+) -> None:
     store, middle = log.whole.store, len(log.entries[3][1]) // 2
-    end = next(end for end in parts_of(log, 3) if end > middle)
     flip(log.folder / "whole", "bodies", "data", "position = 3")  # in the middle
-    assert list(checked_body(store, 3, middle, end - 1)) and store.take_damaged() == []
+    end = next(end for end in parts_of(log, 3) if end > middle)
+    begin = max([0, *(end for end in parts_of(log, 3) if end <= middle)])
+    read, part_chunks = list[tuple[int, int]](), store.part_chunks
+
+    def reading(position: int, start: int, stop: int) -> Iterator[bytes]:
+        read.append((start, min(stop, len(log.entries[3][1]))))
+        return part_chunks(position, start, stop)
+
+    monkeypatch.setattr(store, "part_chunks", reading)
+    for start, stop in ((end - 1, end), (begin + 1, end), (begin, end - 1)):
+        assert b"".join(checked_body(store, 3, start, stop))
+    assert read == [(end - 1, end), (begin + 1, end), (begin, end - 1)]
+    assert store.take_damaged() == []
     with pytest.raises(Damaged):
-        list(checked_body(store, 3, end - 1, end))
+        list(checked_body(store, 3, begin, end))
     assert store.take_damaged() == [3]
 
 

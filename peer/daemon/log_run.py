@@ -71,9 +71,7 @@ from atoll.peer.rounds.engine import Rounds, Settled
 from atoll.peer.rounds.notices import no_quorum
 
 PATIENCE_STALLS = 20  # a round with one repair and one change of proposer takes about ten
-# Of a trainer whose rounds are hidden, which can train on without a copy of what it handed in: a
-# round takes less unless a leader is lost, or this peer is cut off.
-HIDDEN_STALLS = 4
+HIDDEN_STALLS = 4  # a round takes less unless a leader is lost, or this peer is cut off
 LAST_VOTE_S = 10.0  # most of what a leaving elector has voted for is decided within a second
 HAND_OVER_S = 3.0  # one heartbeat learns what the coordinator lacks, another that it has it
 SETTLE_PAUSE_S = 1.0  # between two tries to find a first state
@@ -84,6 +82,15 @@ AGAIN_S = 60.0  # between two warnings of one wait
 EVICTED = "the organiser has evicted this peer by an order; ask the organiser to readmit it"
 
 _log = logging.getLogger(__name__)
+
+
+def hidden_patience_s(spec: RunSpec) -> float:
+    """Return how long a trainer whose rounds are hidden waits for one that takes longer than that.
+
+    It has a copy of what it handed in, so it can train on. Waiting keeps windows of equal steps in
+    step with the others'; those by deadline end together without it.
+    """
+    return 0.0 if spec.outer.windows == "deadline" else HIDDEN_STALLS * spec.round.stall_s
 
 
 class LogRun:
@@ -230,7 +237,7 @@ class LogRun:
             self.progress,
             self._decisions,
             patience_s=PATIENCE_STALLS * settings.stall_s + 4 * settings.grace_s,
-            hidden_s=HIDDEN_STALLS * settings.stall_s,
+            hidden_s=hidden_patience_s(self._env.spec),
             company=self._env.company,
         )
 

@@ -7,6 +7,7 @@ from atoll.coordinator.run.spec import RunSpec
 from atoll.optim.log.orders import RunSettings
 from atoll.optim.log.replica import Applied
 from atoll.optim.state.layout import CELL, Layout
+from atoll.peer.daemon.log_run import HIDDEN_STALLS, hidden_patience_s
 from support.reducer_bench import ME, OTHER, contribution, decided, of_fragment, state
 
 HALVES = Layout(names=("blocks.0.w", "blocks.1.w"), shapes=((CELL,), (100,)))
@@ -155,6 +156,27 @@ def test_who_hides_its_rounds_and_is_cut_off_trains_on(bench):
     each.deliver(decided(2, ME, settles=3, included=[True, True]))
     late.join(10)
     assert [commit.counts for commit in each.commits] == [True, False, True]
+
+
+def test_who_hides_its_rounds_in_windows_by_deadline_never_waits_for_a_slow_one(bench):
+    spec = RunSpec.from_dict(
+        {
+            "outer": {"method": "diloco(tau=5)", "windows": "deadline"},
+            "compression": {"codec": "fp32"},
+        }
+    )
+    assert hidden_patience_s(spec) == 0.0
+    assert hidden_patience_s(HIDDEN) == HIDDEN_STALLS * HIDDEN.round.stall_s
+    each = in_step(bench(spec=spec, hidden_s=hidden_patience_s(spec)))
+    each.reducer.submit(contribution(1))
+    before_s = time.monotonic()
+    each.reducer.wait()
+    until_s = each.reducer._offers[0].until_s
+    assert until_s < before_s + 1.0  # not the stalls of windows by steps
+    assert [commit.counts for commit in each.commits] == [True]
+    each.deliver(decided(1, ME, settles=2, included=[True, True]))
+    each.reducer.wait()
+    assert [commit.counts for commit in each.commits] == [True, True]
 
 
 def test_who_hides_its_rounds_waits_in_a_pause(bench):

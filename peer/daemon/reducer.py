@@ -376,8 +376,9 @@ class NetworkReducer(RunReducer):
     ) -> None:
         """Wait at most `patience_s` for one decision; past that the trainer continues.
 
-        One whose rounds are hidden, and whose last window counted, waits `hidden_s` at most: it
-        loses nothing if it trains on. A trainer that waits for `company` offers nothing, and does
+        One whose rounds are hidden loses nothing if it trains on. If its last window counted it
+        waits `hidden_s` at most, else `patience_s`, which brings it in step with the others. With a
+        `hidden_s` of 0 it never waits. A trainer that waits for `company` offers nothing, and does
         not continue.
         """
         replay = ctx.replay
@@ -441,9 +442,9 @@ class NetworkReducer(RunReducer):
         """Offer a contribution at the next position of its fragment, once it is encoded.
 
         Another thread encodes, so that a trainer that does not wait continues at once. A trainer
-        whose rounds are hidden still waits when it is new or its last window was left out.
-        Nothing else would bring it in step with the others, which end their windows together and
-        give late members `round.grace_s`.
+        whose rounds are hidden still waits when it is new or its last window was left out, unless
+        windows are by deadline. Nothing else would bring it in step with the others, which end
+        their windows together and give late members `round.grace_s`.
 
         Raises:
             WorkRefused: its tokens or steps are absurd.
@@ -472,7 +473,7 @@ class NetworkReducer(RunReducer):
             deadline_s=time.monotonic() + self._patience_s,
         )
         encoding.add_done_callback(self._offer_encoded)
-        if self._hides and not self._in_step:
+        if self._hides and self._awaits_step:
             self.wait()
 
     @property
@@ -592,9 +593,13 @@ class NetworkReducer(RunReducer):
         is_alone = self._company is not None and self._company.is_alone
         if is_alone or self.progress.ahead().is_paused:
             return replace(offered, deadline_s=now_s + self._patience_s, hidden_until_s=math.inf)
-        if self._hides and self._in_step and offered.hidden_until_s == math.inf:
+        if self._hides and not self._awaits_step and offered.hidden_until_s == math.inf:
             return replace(offered, hidden_until_s=now_s + self._hidden_s)
         return offered
+
+    @property
+    def _awaits_step(self) -> bool:
+        return not self._in_step and self._hidden_s > 0
 
     def state_dict(self) -> dict[str, Any]:
         """Return the residuals, and the position of the log at which they were taken."""

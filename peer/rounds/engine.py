@@ -56,6 +56,7 @@ from atoll.peer.rounds.messages import (
     UPFRONT,
     Announced,
     AnnouncedHead,
+    AskHeard,
     Decided,
     Head,
     Known,
@@ -171,6 +172,7 @@ class Rounds:
         votes = ("prepare", "propose", "lock")
         for method in votes if self._ctx.replica.trust == "byzantine" else votes[:2]:
             transport.serve(method, self._serve_vote(method))
+        transport.serve("heard", guarded_call(self._serve_heard, fault, door))
         transport.serve("voted", guarded_call(self._serve_voted, fault, door))
         transport.serve("evidence", guarded_call(self._serve_evidence, fault, door))
         transport.serve("order", guarded_call(self.ordering.serve, fault, door))
@@ -461,6 +463,9 @@ class Rounds:
             return await self.voter.answer(remote, method, body)
 
         return answer
+
+    async def _serve_heard(self, remote: str, body: bytes) -> bytes:
+        return (await self.voter.take_silence(remote, AskHeard.decode(body))).encode()
 
     async def _serve_voted(self, remote: str, body: bytes) -> bytes:
         await self.voter.take_vote(remote, Voted.decode(body))

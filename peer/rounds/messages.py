@@ -44,6 +44,7 @@ from pydantic import (
 
 from atoll.optim.log.entry import (
     HEAD_BYTES,
+    MAX_ELECTORS,
     MAX_MEMBERS,
     Count,
     Digest,
@@ -484,6 +485,24 @@ class Ballot(Record):
     """The signature of a vote or of a commit."""
 
     signature: Signature
+
+
+class AskHeard(Record):
+    """A leader asks which acceptors of a position another one hears, of those that it does not."""
+
+    max_bytes: ClassVar[int] = SMALL_BYTES
+
+    epoch: Count
+    position: Count
+    peers: Annotated[tuple[PeerId, ...], Field(max_length=MAX_ELECTORS)]
+
+
+class Heard(Record):
+    """Those that answer; the others may be dropped from the electorate of the next position."""
+
+    max_bytes: ClassVar[int] = SMALL_BYTES
+
+    peers: Annotated[tuple[PeerId, ...], Field(max_length=MAX_ELECTORS)]
 
 
 class Voted(Record):

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from enum import Enum
 from itertools import accumulate
 
-from atoll.optim.log.entry import MalformedRecord, Member, Verify
+from atoll.optim.log.entry import Elector, MalformedRecord, Member, Trust, Verify, is_quorum
 from atoll.optim.reduction.contribution import (
     WeightRule,
     WorkRefused,
@@ -509,6 +509,30 @@ def term_time_s(term: int, *, grace_s: float, stall_s: float, last_s: float) -> 
     last position took a window and a reduction, and the graces are left over.
     """
     return group_patience_s(term, grace_s=grace_s, stall_s=stall_s, last_s=last_s, window_s=0.0)
+
+
+def agreed_silent(
+    electorate: Sequence[Elector],
+    silent: Collection[str],
+    heard: Mapping[str, Collection[str]],
+    trust: Trust,
+) -> frozenset[str]:
+    """Return which of the electors that a leader does not hear an entry may drop.
+
+    Nobody hears them, and a quorum says so. It will vote for that entry even if they are back by
+    then, so whoever has to propose it again finds votes.
+
+    Args:
+        electorate: of the position.
+        silent: PeerIDs of those that the leader does not hear.
+        heard: which of them another one hears, by PeerID of those that answered; the leader's own
+            acceptor is one of them.
+        trust: what the run withstands.
+    """
+    agree = [index for index, elector in enumerate(electorate) if elector.peer_id in heard]
+    if not is_quorum(agree, len(electorate), trust):
+        return frozenset()
+    return frozenset(silent).difference(*heard.values())
 
 
 def decision_patience_s(deadline_s: float, stall_s: float) -> float:

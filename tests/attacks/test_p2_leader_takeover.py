@@ -64,13 +64,8 @@ def test_nor_does_it_bind_other_leaders_by_its_own_vote(tmp_path, monkeypatch, c
                 await asyncio.sleep(0.2)
             return await prepare(voter, remote, question)
 
-        async def vote_first(votes, own):
-            """An honest leader votes after another one, if its entry drops electors."""
-            return await own()
-
         monkeypatch.setattr(Voter, "_expect_silent", expect_silent)
         monkeypatch.setattr(Voter, "_prepare", promise)
-        monkeypatch.setattr(leaders, "_after_another", vote_first)
         at, began_s = max(p.replica.position for p in peers), swarm.now()
         await swarm.until(lambda: reached(honest, at + 12))
         for entry in log_of(honest[0])[at + 1 :]:

@@ -146,7 +146,7 @@ def drop(monkeypatch, liar, count):
             is_live = machine.is_live
             machine.is_live = lambda peer: peer not in machine._silent and is_live(peer)
 
-    def note(leadership, heads):
+    async def note(leadership, heads):
         others = [e.peer_id for e in leadership._electorate() if e != liar]
         silent = others[:count] if leadership.ctx.me == liar else []
         leadership._take(ElectorsProbed(silent=frozenset(silent)))

@@ -22,7 +22,6 @@ import math
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import partial
 from types import TracebackType
 from typing import Any, Self
 
@@ -62,7 +61,6 @@ from atoll.peer.rounds.consensus.round import (
     CloseGroup,
     CommitArrived,
     Decide,
-    ElectorHeard,
     ElectorsProbed,
     Event,
     Fail,
@@ -96,6 +94,7 @@ from atoll.peer.rounds.consensus.round import (
 from atoll.peer.rounds.consensus.voter import Voter
 from atoll.peer.rounds.context import (
     DECISION_UNDER_WAY,
+    HEAD_STALLS,
     AttemptFailed,
     Context,
     Decoded,
@@ -115,12 +114,14 @@ from atoll.peer.rounds.messages import (
     REPAIR,
     SEATED,
     AskCommit,
+    AskHeard,
     Ballot,
     Closed,
     Decided,
     Gone,
     Group,
     Head,
+    Heard,
     JustifiedPropose,
     LockedPromise,
     PartDone,
@@ -144,6 +145,7 @@ from atoll.peer.rounds.policies import (
     MAX_AHEAD,
     POLL_STALLS,
     admit,
+    agreed_silent,
     kept_parts,
     may_own,
     positions_ahead,
@@ -366,19 +368,8 @@ class Polls:
         timeout_s: float,
     ) -> None:
         records = self._proposals(question)
-        if question.is_own:
-            self._voter.know_own(question.entry)
-        asking = {
-            elector: partial(self._ask_vote, question, index, elector, records, timeout_s)
-            for index, elector in enumerate(electorate)
-        }
-        own = None
-        kept = [elector for elector in electorate if elector in question.entry.electorate]
-        if 1 < len(kept) < len(electorate):
-            own = asking.pop(self._ctx.me, None)
-        others = [group.create_task(ask()) for ask in asking.values()]
-        if own is not None:
-            group.create_task(_after_another(others, own))
+        for index, elector in enumerate(electorate):
+            group.create_task(self._ask_vote(question, index, elector, records, timeout_s))
 
     async def _ask_vote(
         self,
@@ -387,27 +378,19 @@ class Polls:
         elector: Elector,
         records: Proposals,
         timeout_s: float,
-    ) -> bool:
-        """Return whether an elector voted."""
-        has_voted = False
-
+    ) -> None:
         async def taken(answer: bytes) -> VoteArrived:
-            nonlocal has_voted
             signature = Ballot.decode(answer).signature
             payload = vote_payload(question.entry, question.attempt)
             if not self._ctx.verify(elector.peer_id, payload, signature):
                 raise CertificateInvalid("invalid signature on the vote")
-            has_voted = True
             return VoteArrived(attempt=question.attempt, elector=index, signature=signature)
 
         peer, refused = elector.peer_id, None
         if peer in records.members:
             refused = await self._ask(peer, "propose", records.brief, timeout_s, taken)
         if peer not in records.members or refused == RefusalCode.NO_REPORTS:
-            refused = await self._ask(peer, "propose", records.whole, timeout_s, taken)
-        if refused == RefusalCode.BAD_ELECTORATE:
-            self._take(ElectorHeard(attempt=question.attempt))
-        return has_voted
+            await self._ask(peer, "propose", records.whole, timeout_s, taken)
 
     async def _ask_commit(
         self, question: SendLock, index: int, elector: Elector, record: bytes, timeout_s: float
@@ -456,20 +439,6 @@ class Polls:
         except TransportError:
             pass
         return None
-
-
-async def _after_another(
-    votes: Collection[asyncio.Task[bool]], own: Callable[[], Awaitable[bool]]
-) -> bool:
-    """Vote for an entry that drops electors once another elector has.
-
-    If those that hear the dropped ones refuse it, nobody has accepted it then, and the next leader
-    is free to propose another.
-    """
-    for vote in asyncio.as_completed(votes):
-        if await vote:
-            return await own()
-    return False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -541,6 +510,8 @@ class Leadership:
         self._delivery: Delivery | None = None
         self._promised: dict[str, float] = {}
         """by peer that was asked: when it expects to be ready; infinite if it does not say"""
+        self._silent: frozenset[str] = frozenset()
+        """electors that this entry may drop"""
         self._overdue: set[str] = set()
         """owners that have lost a part, which is one fault however many they lose"""
         self._outcome: Decision | None = None
@@ -791,20 +762,48 @@ class Leadership:
             asked = [e for e in self._electorate() if not self.round.is_live(e.peer_id)]
             asked = [e for e in asked if e != self.ctx.me]
             heads = await together(*(ask_head(self.ctx, e.peer_id) for e in asked))
-            self._note_electors(dict(zip((e.peer_id for e in asked), heads, strict=True)))
+            await self._note_electors(dict(zip((e.peer_id for e in asked), heads, strict=True)))
             with suppress(TimeoutError):
                 async with asyncio.timeout(PROBE_S):
                     await self._lost.wait()
             self._lost.clear()
 
-    def _note_electors(self, heads: Mapping[str, Head | None]) -> None:
+    async def _note_electors(self, heads: Mapping[str, Head | None]) -> None:
+        """Take those as silent that a quorum calls so: it then votes for an entry without them."""
         silent = [
-            elector.peer_id
+            elector
             for elector in self._electorate()
             if elector.peer_id in heads
             and not stands_at(elector, heads[elector.peer_id], self.place)
         ]
-        self._take(ElectorsProbed(silent=frozenset(silent)))
+        peers = frozenset(elector.peer_id for elector in silent)
+        if not peers <= self._silent:
+            heard = await self._ask_who_is_heard(silent)
+            trust = self.ctx.replica.trust
+            self._silent = agreed_silent(self._electorate(), peers, heard, trust)
+        self._take(ElectorsProbed(silent=self._silent & peers))
+
+    async def _ask_who_is_heard(self, silent: Sequence[Elector]) -> dict[str, frozenset[str]]:
+        """Return which of some electors the others hear, by PeerID of those that answer."""
+        ask = AskHeard(
+            epoch=self.place.epoch,
+            position=self.place.position,
+            peers=tuple(elector.peer_id for elector in silent),
+        )
+        asked = [e.peer_id for e in self._electorate() if e not in silent]
+        answers = await together(*(self._ask_heard(peer, ask, silent) for peer in asked))
+        return {p: heard for p, heard in zip(asked, answers, strict=True) if heard is not None}
+
+    async def _ask_heard(
+        self, peer: str, ask: AskHeard, silent: Sequence[Elector]
+    ) -> frozenset[str] | None:
+        if peer == self.ctx.me.peer_id:
+            return frozenset(await self.voter.heard(silent, self.place.position))
+        timeout_s = HEAD_STALLS * self.ctx.settings.stall_s
+        with suppress(TransportError, ValueError):
+            answer = await self.ctx.transport.call(peer, "heard", ask.encode(), timeout_s=timeout_s)
+            return frozenset(Heard.decode(answer).peers)
+        return None
 
     async def _ask_trainers(self) -> dict[str, float]:
         """Return when each trainer that stands here expects to be ready, on the leader's clock.
@@ -820,7 +819,7 @@ class Leadership:
         here = trainers & set(self.round.live)
         asked = self._due_for_probe(trainers - here)
         heads = await together(*(ask_head(self.ctx, peer) for peer in asked))
-        self._note_electors(dict(zip(asked, heads, strict=True)))
+        await self._note_electors(dict(zip(asked, heads, strict=True)))
         now = self.ctx.now()
         for peer, head in zip(asked, heads, strict=True):
             self._promised.pop(peer, None)  # those that were asked last come last

@@ -767,17 +767,11 @@ class Probed:
 
 @dataclass(frozen=True, kw_only=True)
 class ElectorsProbed:
-    """All electors without a session were asked where they stand."""
+    """All electors without a session were asked where they stand, and the others about them."""
 
     silent: frozenset[str]
-    """PeerIDs of those that do not answer, or far behind, or as another incarnation"""
-
-
-@dataclass(frozen=True, kw_only=True)
-class ElectorHeard:
-    """An elector refused to vote, as it hears another one that the entry drops."""
-
-    attempt: int
+    """PeerIDs of those that do not answer, or far behind, or as another incarnation, by the word of
+    a quorum"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -835,7 +829,6 @@ Event = (
     | Unreachable
     | Probed
     | ElectorsProbed
-    | ElectorHeard
     | LeaderAbsent
     | PartReduced
     | FetchEnded
@@ -988,10 +981,6 @@ class Round:
         self._promised: dict[str, float] = {}
         """by peer, the earliest time at which it said that it would be ready"""
         self._silent: frozenset[str] = frozenset()
-        self._keeps_all = False
-        """whether no elector is dropped, as another one hears those that are silent here"""
-        self._drops = False
-        """whether the proposed entry drops electors"""
         self._leads = leads
         self._rules = rules
         self._reports: dict[str, Ready] = {}
@@ -1070,8 +1059,6 @@ class Round:
                     self._promised[peer] = min(at, self._promised.get(peer, at))
             case ElectorsProbed():
                 self._silent = event.silent
-            case ElectorHeard() if self._is_asked(RoundState.VOTING, event.attempt):
-                self._keeps_all = True
             case LeaderAbsent():
                 self._absent = True
             case PartReduced() if self.parts is not None:
@@ -1352,13 +1339,6 @@ class Round:
         self._refused.add(adopted)
         return self._try_again()
 
-    def _keep_electors(self) -> list[Action]:
-        """Ask for promises again, to propose the update with the electors that others hear."""
-        if not (self._is_own and self._drops and self._keeps_all):
-            return []
-        self._drops = False
-        return self._try_again()
-
     def _may_order(self, view: LeaderView) -> bool:
         """Return whether the choice is still open; what is reduced will be offered again."""
         is_open = self._proposer is None or self._proposer.chosen is None
@@ -1375,9 +1355,7 @@ class Round:
         self._fix(view)
         group, parts = self._closed()
         if not self._failure:
-            silent = frozenset() if self._keeps_all else self._silent
-            dropped = frozenset(peer for peer in silent if not self.is_live(peer))
-            self._drops = bool(dropped)
+            dropped = frozenset(peer for peer in self._silent if not self.is_live(peer))
             update = self._rules.entry("update", group.members, parts.logged(), dropped)
             return self._propose(update, is_own=True)
         given_up = notices.given_up(round=self.place.position + 1, reason=self._failure)
@@ -1431,8 +1409,7 @@ class Round:
             is_lock = self._leads.trust == "byzantine"
             return (self._lock if is_lock else self._decide)(self._proposed, votes)
         if self._polled and not self._loses_part(view):
-            again = self._pass_over() or self._keep_electors()
-            return again or self._expect_more(self._signatures, "voted")
+            return self._pass_over() or self._expect_more(self._signatures, "voted")
         if not self._is_own:
             return []
         _, parts = self._closed()

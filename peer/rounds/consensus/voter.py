@@ -70,7 +70,9 @@ from atoll.peer.rounds.fetching import fetch_part
 from atoll.peer.rounds.messages import (
     AskCommit,
     AskCommitHead,
+    AskHeard,
     Ballot,
+    Heard,
     JustifiedPropose,
     LockedPromise,
     Prepare,
@@ -256,12 +258,8 @@ class Voter:
         """of the members of the entry that this peer voted for last"""
         self._locked_reports: Reports = ()
         """of those of the entry that it is locked on"""
-        self._own = b""
-        """digest of the entry that this peer made as a leader"""
-
-    def know_own(self, entry: Entry) -> None:
-        """Note an entry that this peer made as a leader: it has asked those that it drops."""
-        self._own = entry.digest
+        self._asked: dict[tuple[str, int], tuple[float, asyncio.Task[bool]]] = {}
+        """by elector and position, when it was asked last, and whether it answers"""
 
     @property
     def term(self) -> int:
@@ -369,6 +367,9 @@ class Voter:
             self._reports = self._locked_reports = ()
         if moved:
             self._verified.clear()
+            is_new = place.epoch != before.epoch
+            for key in [key for key in self._asked if is_new or key[1] < place.position]:
+                del self._asked[key]
             self._turns = Turns(
                 replica.electorate,
                 place.position,
@@ -516,10 +517,10 @@ class Voter:
         if self._trust == "byzantine":
             electorate = self._ctx.replica.electorate
             check_justified(entry, ask.attempt, reason, electorate, self._ctx.verify)
-        if entry.digest != self._own and not self._booth.has_accepted(record):
+        if not self._booth.has_accepted(record):
             # They may have come back since this peer voted for it. Were it refused now, the leaders
             # that have to adopt it would propose it without success.
-            await self._expect_silent(dropped, place)
+            await self._expect_silent(dropped, entry.position)
         reports = self._reports_of(entry, ask.reports)
         await self._check_reports(entry, reports)
         body = await self.gather(entry, remote)
@@ -703,18 +704,52 @@ class Voter:
         # Off the loop: a thousand signatures take 0.15 s.
         await self._ctx.compute(check, entry.members, reports, (entry.epoch, entry.position))
 
-    async def _expect_silent(self, dropped: Sequence[Elector], place: Place) -> None:
-        """Ask the electors that an entry drops; no leader drops one that answers.
+    async def take_silence(self, remote: str, ask: AskHeard) -> Heard:
+        """Tell another elector which electors answer, of those that do not answer it.
 
-        A voter waits half as long as leaders do, so that it does not hear of one that they missed.
+        Raises:
+            Refused: of a position that is not near, or it is no elector, or asks about others.
         """
-        heads = await together(*(ask_head(self._ctx, e.peer_id, HEAD_STALLS / 2) for e in dropped))
-        for elector, head in zip(dropped, heads, strict=True):
-            if elector == self._ctx.me or stands_at(elector, head, place):
-                raise Refused(
-                    RefusalCode.BAD_ELECTORATE,
-                    f"{elector.peer_id} is online and must remain an acceptor",
-                )
+        self._turn()
+        replica = self._ctx.replica
+        ahead = ask.position - replica.position
+        is_near = 0 <= ahead <= positions_ahead(len(self._ctx.replay.fragments)) + 1
+        electors = {e.peer_id: e for e in replica.electorate}
+        if not is_near or ask.epoch != replica.epoch or not {remote, *ask.peers} <= electors.keys():
+            raise Refused(RefusalCode.ELSEWHERE, "expected a question about acceptors of this log")
+        return Heard(peers=await self.heard([electors[peer] for peer in ask.peers], ask.position))
+
+    async def heard(self, electors: Sequence[Elector], position: int) -> tuple[str, ...]:
+        """Return the PeerIDs of those electors that answer.
+
+        One that is silent stays so for this elector until the position is decided, and one that
+        answers for a moment: what this peer has said to leaders, its votes keep.
+        """
+        answers = await together(*(self._answers(elector, position) for elector in electors))
+        return tuple(e.peer_id for e, is_heard in zip(electors, answers, strict=True) if is_heard)
+
+    async def _answers(self, elector: Elector, position: int) -> bool:
+        if elector == self._ctx.me:
+            return True
+        now, key = self._ctx.now(), (elector.peer_id, position)
+        asked_at, task = self._asked.get(key, (now, None))
+        is_old = task is not None and now >= asked_at + HEARD_S and task.done() and task.result()
+        if task is None or is_old:
+            task = self._tasks.spawn(self._ask_whether_it_answers(elector))
+            self._asked[key] = now, task
+        return await asyncio.shield(task)
+
+    async def _ask_whether_it_answers(self, elector: Elector) -> bool:
+        """Wait half as long as leaders do, to hear of none that they missed."""
+        head = await ask_head(self._ctx, elector.peer_id, HEAD_STALLS / 2)
+        return stands_at(elector, head, (self._ctx.replica.epoch, self._ctx.replica.position))
+
+    async def _expect_silent(self, dropped: Sequence[Elector], position: int) -> None:
+        """Refuse an entry that drops an elector which answers this one."""
+        for peer in await self.heard(dropped, position):
+            raise Refused(
+                RefusalCode.BAD_ELECTORATE, f"{peer} is online and must remain an acceptor"
+            )
 
     def _check_follows(self, entry: Entry) -> None:
         replica = self._ctx.replica

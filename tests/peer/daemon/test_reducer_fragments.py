@@ -167,16 +167,19 @@ def test_who_hides_its_rounds_in_windows_by_deadline_never_waits_for_a_slow_one(
     )
     assert hidden_patience_s(spec) == 0.0
     assert hidden_patience_s(HIDDEN) == HIDDEN_STALLS * HIDDEN.round.stall_s
-    each = in_step(bench(spec=spec, hidden_s=hidden_patience_s(spec)))
-    each.reducer.submit(contribution(1))
-    before_s = time.monotonic()
-    each.reducer.wait()
-    until_s = each.reducer._offers[0].until_s
-    assert until_s < before_s + 1.0  # not the stalls of windows by steps
-    assert [commit.counts for commit in each.commits] == [True]
-    each.deliver(decided(1, ME, settles=2, included=[True, True]))
-    each.reducer.wait()
-    assert [commit.counts for commit in each.commits] == [True, True]
+    each = bench(spec=spec, hidden_s=hidden_patience_s(spec))
+    each.start()
+    for position, members in enumerate([[ME], [OTHER], [ME]]):  # new, in step, and left out
+        before_s = time.monotonic()
+        each.reducer.submit(contribution(position))
+        each.reducer.wait()
+        until_s = each.reducer._offers[0].until_s
+        assert until_s < before_s + 1.0  # not the stalls of windows by steps
+        assert len(each.commits) == position
+        included = [True, True] if ME in members else None
+        each.deliver(decided(position, *members, settles=position + 1, included=included))
+        each.reducer.wait()
+    assert [commit.counts for commit in each.commits] == [True, False, True]
 
 
 def test_who_hides_its_rounds_waits_in_a_pause(bench):

@@ -6,10 +6,12 @@ from dataclasses import replace
 
 import pytest
 
+from atoll.optim.log.entry import Elector
 from atoll.optim.state.layout import CELL
 from atoll.peer.rounds.policies import (
     Close,
     Rendezvous,
+    agreed_silent,
     close_decision,
     may_own,
     new_owner,
@@ -249,3 +251,21 @@ def test_one_that_comes_late_does_not_end_the_wait_for_the_others():
 
 def test_a_complete_group_closes_at_once_even_without_a_quorum():
     assert close_decision(view(quorum_ready_at=None), 100.0) is Close.CLOSE
+
+
+@pytest.mark.parametrize(
+    ("heard", "trust", "dropped"),
+    [
+        ({"a": (), "b": ()}, "crash", {"c", "d"}),
+        ({"b": (), "c": ()}, "crash", set()),
+        ({"a": (), "b": ("d",)}, "crash", {"c"}),
+        ({"a": (), "b": ("c", "d")}, "crash", set()),
+        ({"a": (), "b": ()}, "byzantine", set()),
+        ({"a": (), "b": (), "c": ()}, "byzantine", {"c", "d"}),
+        ({"a": (), "b": (), "e": ()}, "byzantine", set()),
+        ({}, "crash", set()),
+    ],
+)
+def test_those_that_nobody_hears_by_the_word_of_a_quorum_may_be_dropped(heard, trust, dropped):
+    electorate = [Elector(peer_id=peer, incarnation="1") for peer in "abcd"]
+    assert agreed_silent(electorate, {"c", "d"}, heard, trust) == dropped

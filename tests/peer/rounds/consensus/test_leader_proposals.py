@@ -12,7 +12,8 @@ from atoll.optim.log.entry import Certificate, Elector, Entry
 from atoll.optim.log.evidence import EvidenceBook
 from atoll.peer.rounds.conduct import Fault
 from atoll.peer.rounds.consensus import leader as leaders
-from atoll.peer.rounds.consensus.round import TERM, ElectorsProbed, leader_of
+from atoll.peer.rounds.consensus import voter as voters
+from atoll.peer.rounds.consensus.round import TERM, leader_of
 from atoll.peer.rounds.consensus.voter import MAX_ELECTORS, Voter, VoteTally
 from atoll.peer.rounds.messages import Voted, inflated
 from support.strikes import expect_no_work_lost, expect_sums, passed
@@ -269,7 +270,7 @@ def test_a_tally_counts_where_the_electorate_is_known_later(tmp_path):
     run_virtual(main())
 
 
-def test_an_elector_that_its_leader_alone_misses_costs_one_attempt(tmp_path, monkeypatch):
+def test_an_elector_that_its_leader_alone_misses_votes_on(tmp_path, monkeypatch):
     """It cannot vote yet, so that the other two are needed, and one of them hears it."""
     prepare, propose = Voter._prepare, Voter._propose
 
@@ -290,28 +291,33 @@ def test_an_elector_that_its_leader_alone_misses_costs_one_attempt(tmp_path, mon
 
         monkeypatch.setattr(Voter, "_prepare", behind(prepare))
         monkeypatch.setattr(Voter, "_propose", behind(propose))
-        miss(monkeypatch, leader.ctx.me, missed.ctx.me)
+        asked = miss(monkeypatch, leader.ctx, missed.ctx.me)
         await swarm.until(lambda: passed(peers, at))
         row = rows(leader)[at]
-        assert Certificate.decode(row.certificate).attempt == 1
+        assert Certificate.decode(row.certificate).attempt == 0
         assert missed.ctx.me in Entry.decode(row.entry).electorate
+        assert asked  # it was, in vain
 
     run_swarm(tmp_path, scenario)
 
 
-def miss(monkeypatch, leader, missed):
-    """One leader takes another elector for dead, session or not."""
-    init = leaders.Round.__init__
+def miss(monkeypatch, ctx, missed):
+    """One leader and its acceptor hear nothing of another elector, session or not."""
+    init, ask, asked = leaders.Round.__init__, leaders.ask_head, []
 
     def deaf(machine, *args, leads, **options):
         init(machine, *args, leads=leads, **options)
-        if leads._me == leader:
+        if leads._me == ctx.me:
             is_live = machine.is_live
-            machine.is_live = lambda peer: peer not in machine._silent and is_live(peer)
+            machine.is_live = lambda peer: peer != missed.peer_id and is_live(peer)
 
-    def note(leadership, heads):
-        silent = {missed.peer_id} if leadership.ctx.me == leader else set()
-        leadership._take(ElectorsProbed(silent=frozenset(silent)))
+    async def ask_deaf(asking, peer, *stalls):
+        if asking is ctx and peer == missed.peer_id:
+            asked.append(peer)
+            return None
+        return await ask(asking, peer, *stalls)
 
     monkeypatch.setattr(leaders.Round, "__init__", deaf)
-    monkeypatch.setattr(leaders.Leadership, "_note_electors", note)
+    for module in (leaders, voters):
+        monkeypatch.setattr(module, "ask_head", ask_deaf)
+    return asked

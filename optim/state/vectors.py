@@ -203,24 +203,29 @@ def trim(numel: int) -> None:
 
 
 class OnceAWindow:
-    """Trims when it is called, unless windows are so short that fresh pages would cost more.
+    """Decides once a window how much memory waits to be used again.
 
-    Then more vectors may wait. One for each place that is passed once a window.
+    In windows so short that fresh pages would cost more than memory is worth, more vectors may
+    wait. One for each place that is passed once a window.
     """
 
     def __init__(self) -> None:
-        """Trim at the first call."""
+        """Take the first window for a long one."""
         self._called_s = -math.inf
 
     def trim(self, numel: int) -> None:
         """Trim for a model of so many values, if this window was long enough."""
+        if self.settle(numel):
+            trim(numel)
+
+    def settle(self, numel: int) -> bool:
+        """Bound what may wait; return whether this window was long enough for fresh pages."""
         global _most
         now_s = time.monotonic()
         window_s, self._called_s = now_s - self._called_s, now_s
-        if window_s >= max(LEAST_WINDOW_S, 1e-9 * LEAST_WINDOW_NS_PER_VALUE * numel):
-            trim(numel)
-        else:
-            _most = SHORT_SPARE
+        is_long = window_s >= max(LEAST_WINDOW_S, 1e-9 * LEAST_WINDOW_NS_PER_VALUE * numel)
+        _most = SPARE if is_long else SHORT_SPARE
+        return is_long
 
 
 def spare_bytes() -> int:

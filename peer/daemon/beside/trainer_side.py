@@ -405,6 +405,7 @@ class SeatReducer(Reducer):
         self._residuals: Sequence[Residual] = ()
         """Kept by ranks; else the network process keeps them."""
         hides = self.method.hidden_steps(self.spec.outer.inner_steps) > 0
+        self._room = vectors.OnceAWindow()
         if not hides and not self.method.every_step:
             vectors.keep_none()
 
@@ -455,6 +456,7 @@ class SeatReducer(Reducer):
             raise RuntimeError("expected start() first")
         fields, delta = vars(contribution).copy(), contribution.delta
         del fields["delta"]
+        self._room.settle(sum(fragment.numel for fragment in self._fragments))
         if isinstance(delta, Difference):
             self._ask("submit", fields, delta.a_F, delta.b_F, delta.spends)
         else:

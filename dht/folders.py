@@ -1,7 +1,7 @@
 """Temporary folders that outlive no owner for long, however it ended.
 
 A folder has a file that its owner keeps locked. The system unlocks it with the owner's death, so
-the next one that makes a folder of the same prefix removes what a SIGKILL has left behind.
+the next one that makes or gives up a folder of the same prefix removes what a SIGKILL has left.
 """
 
 from __future__ import annotations
@@ -33,13 +33,27 @@ def claim_folder(prefix: str, parent: Path | None = None) -> tuple[Path, IO[byte
         OSError: it cannot be made.
     """
     parent = parent or Path(tempfile.gettempdir())
-    for old in parent.glob(f"{prefix}*"):
-        with suppress(OSError):
-            _remove_if_left(old)
+    _remove_left(prefix, parent)
     folder = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
     lock = (folder / "lock").open("wb")
     fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     return folder, lock
+
+
+def give_up_folder(folder: Path, lock: IO[bytes], prefix: str) -> None:
+    """Remove a folder that was claimed, and those of this prefix beside it whose owners are dead.
+
+    One that was killed while all others ran would else keep its folder until another one starts.
+    """
+    lock.close()
+    shutil.rmtree(folder, ignore_errors=True)
+    _remove_left(prefix, folder.parent)
+
+
+def _remove_left(prefix: str, parent: Path) -> None:
+    for old in parent.glob(f"{prefix}*"):
+        with suppress(OSError):
+            _remove_if_left(old)
 
 
 def _remove_if_left(folder: Path) -> None:

@@ -34,7 +34,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from atoll.dht.bindings import P2PD_PATH, Multiaddr, PeerID, p2pd_pb2
-from atoll.dht.folders import claim_folder
+from atoll.dht.folders import claim_folder, give_up_folder
 from atoll.dht.identity import Identity
 from atoll.dht.tasks import end, race
 from atoll.dht.transport import PeerUnreachable
@@ -366,8 +366,7 @@ class P2pd:
         await end(*self._greeters, expected=(Exception,))  # `_greeted` logs every failure
         await self._stop()
         await self._reader  # its pipe ends with the process
-        self._lock.close()
-        shutil.rmtree(self._folder, ignore_errors=True)
+        give_up_folder(self._folder, self._lock, FOLDER_PREFIX)
 
     async def _stop(self) -> None:
         with suppress(ProcessLookupError):

@@ -4,7 +4,7 @@ import tempfile
 
 import pytest
 
-from atoll.dht.folders import claim_folder
+from atoll.dht.folders import claim_folder, give_up_folder
 
 
 @pytest.fixture
@@ -25,6 +25,15 @@ def test_a_folder_whose_owner_was_killed_is_removed(temporary):
     assert not folder.exists()
     assert new.exists()
     new_lock.close()
+
+
+def test_who_gives_up_a_folder_removes_what_a_killed_one_has_left(temporary):
+    folder, lock = claim_folder("atoll-p2pd-")
+    last, last_lock = claim_folder("atoll-p2pd-")
+    age(folder)
+    lock.close()
+    give_up_folder(last, last_lock, "atoll-p2pd-")
+    assert not list(temporary.iterdir())
 
 
 def test_a_folder_whose_owner_lives_is_kept(temporary):

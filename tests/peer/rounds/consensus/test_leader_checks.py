@@ -1,6 +1,7 @@
 """A leader believes no more than it has checked, and waits for nobody without a limit."""
 
 import asyncio
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -10,6 +11,7 @@ from atoll.dht.tasks import Tasks
 from atoll.dht.testing.virtualtime import run_virtual
 from atoll.dht.transport import Refused
 from atoll.optim.log.entry import Certificate, Entry, Vote, sha256
+from atoll.optim.log.orders import RunSettings
 from atoll.peer.rounds.conduct import MAX_FAULTS, Fault
 from atoll.peer.rounds.consensus.leader import LEAVE_STALLS, Leadership, Leading
 from atoll.peer.rounds.consensus.round import (
@@ -380,5 +382,23 @@ def test_a_commit_with_forged_votes_moves_nobody_and_is_not_passed_on(tmp_path):
         assert (replica.position, replica.chain) == before
         told = {dst for src, dst in asked if src == victim.identity.peer_id}
         assert told <= {"stranger"}  # neither passed on, nor its parts looked for
+
+    run_swarm(tmp_path, scenario)
+
+
+def test_a_leader_looks_who_has_been_evicted(tmp_path):
+    """The machine then gives up a group that it closed before the order."""
+
+    async def scenario(swarm):
+        first, second = await swarm.start(2, window_s=1000.0)
+        leader = leader_of(first.replica.electorate, 0, 0)
+        peer = first if first.ctx.me == leader else second
+        place = Place(peer.replica.epoch, 0)
+        leadership = peer.rounds.leading._lead("somebody", place, 0)
+        assert leadership._view().evicted == frozenset()
+        other = next(e.peer_id for e in peer.replica.electorate if e != leader)
+        out = RunSettings(number=1, evicted=(other,))
+        peer.replica.standing = replace(peer.replica.standing, settings=out.stored)
+        assert leadership._view().evicted == {other}
 
     run_swarm(tmp_path, scenario)

@@ -1732,6 +1732,7 @@ class LiveReplica(ReplicaView):
 def _report_unforeseen(task: asyncio.Task[Any]) -> None:
     if task.cancelled() or (failure := task.exception()) is None:
         return
-    if not isinstance(failure, (OSError, sqlite3.Error)):  # `on_failure` has reported those
+    # `on_failure` has reported those of the disk, and who is second with an entry is used to it.
+    if not isinstance(failure, (OSError, sqlite3.Error, NotNext)):
         context = {"message": "a change failed after its caller", "exception": failure}
         task.get_loop().call_exception_handler({**context, "task": task})

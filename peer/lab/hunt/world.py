@@ -299,6 +299,7 @@ class World:
         for peer in self.peers:
             if peer.peer is not None and isinstance(peer.peer.run, GossipRun):
                 self.audit.mass.look(process_of(peer), peer.peer.run.gossip.mass)
+            peer.renew_invite()
         if self.now() >= self._counts_at_s:
             self._counts_at_s = max(self.now() + COUNTS_S, COUNTS_LESS * self.now())
             check_memory(self)

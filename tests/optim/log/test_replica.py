@@ -674,6 +674,30 @@ def test_an_entry_that_comes_twice_is_held_by_nobody(tmp_path: Path) -> None:
     log.whole.store.close()
 
 
+def test_an_entry_that_comes_twice_is_no_failure_though_its_caller_is_gone(tmp_path: Path) -> None:
+    log = Log(tmp_path, swarm=kit.Swarm(), keys=KEYS)
+    core = log.open("peer", is_ledger=False)
+    core.adopt(log.whole.epoch_record)
+    log.grow(1)
+    ((claim, body),) = log.entries
+
+    async def main() -> list[dict[str, Any]]:
+        peer, failures = LiveReplica(core, compute=asyncio.to_thread), list[dict[str, Any]]()
+        asyncio.get_running_loop().set_exception_handler(lambda _, what: failures.append(what))
+        first, second = (
+            asyncio.create_task(peer.accept(claim.entry, claim.certificate, body)) for _ in "12"
+        )
+        await asyncio.sleep(0)  # both have begun, and one of them has the lock
+        await asyncio.sleep(0)
+        second.cancel()
+        assert await first
+        await peer.close()
+        return failures
+
+    assert asyncio.run(main()) == []
+    log.whole.store.close()
+
+
 @pytest.mark.parametrize("is_ledger", [True, False])
 def test_a_crash_before_the_snapshot_is_written_costs_a_replay(
     tmp_path: Path, is_ledger: bool

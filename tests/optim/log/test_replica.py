@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import sqlite3
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -251,6 +252,28 @@ def test_a_peer_that_ends_before_it_goes_back_has_no_electorate(
     assert again.rewind()
     assert again.head == other.head and again.electorate == swarm.electors()
     for each in (again, other):
+        each.store.close()
+
+
+def test_a_log_cannot_go_back_over_a_body_that_its_disk_has_spoiled(
+    tmp_path: Path, swarm: kit.Swarm
+) -> None:
+    """It would try that ever after, and fetch nothing."""
+    peer = open_replica(tmp_path / "a", KEYS, is_ledger=False)
+    peer.open_epoch(swarm.electors(), KEYS.sign)
+    other = open_replica(tmp_path / "b", KEYS)
+    other.adopt(peer.epoch_record)
+    take(other, swarm)
+    for _ in range(3):
+        take(peer, swarm)
+    other.open_epoch(swarm.electors(), KEYS.sign)
+    assert not peer.adopt(other.epoch_record)
+    peer.store.write_bodies()
+    with sqlite3.connect(tmp_path / "a" / "log.sqlite") as db:
+        db.execute("UPDATE bodies SET data = zeroblob(length(data)) WHERE position = 0")
+    assert not peer.rewind()
+    assert peer.position == 0 and not peer.electorate  # fetched again from there
+    for each in (peer, other):
         each.store.close()
 
 

@@ -189,7 +189,8 @@ class Following:
             await self._exchange.look(asks=not self._client.is_reached)
         self._looks_without = 0 if self._client.is_reached else self._looks_without + 1
         if self._looks_without and self._looks_without % ASK_NODES_EVERY == 0:
-            await self._find_place(self._node.bootstrap)
+            kept = self._enrolment.membership.bootstrap
+            await self._find_place((*self._node.bootstrap, *kept))
 
     async def _follow(self, record: bytes, there: Relocation) -> None:
         self._enrolment.keep_relocation(record, there.bootstrap)

@@ -218,7 +218,10 @@ class Follower:
         self.following = Following(
             self,
             self.node,
-            SimpleNamespace(keep_relocation=lambda *kept: self.kept.append(kept)),
+            SimpleNamespace(
+                keep_relocation=lambda *kept: self.kept.append(kept),
+                membership=SimpleNamespace(bootstrap=("/ip4/1.2.3.4/tcp/1/p2p/peer",)),
+            ),
             SimpleNamespace(follow=self.relays.append),
             self.peers,
             report=lambda level, text: self.shown.append(text),
@@ -248,7 +251,7 @@ def test_a_peer_without_the_coordinator_asks_nodes_as_a_stranger_now_and_then():
         peer.is_reached = False
         for _ in range(2 * ASK_NODES_EVERY):
             await peer.following.look()
-        assert peer.asked == [(OLD_NODE,)] * 2
+        assert peer.asked == [(OLD_NODE, "/ip4/1.2.3.4/tcp/1/p2p/peer")] * 2
 
     run_virtual(main())
 

@@ -185,6 +185,7 @@ class Machine(ABC):
 
     def join_mesh(self, admission: bytes, check: Check) -> NodeTransport:
         """Return the transport of its DHT node."""
+        self._expect_living()
         mesh = self.world.mesh
         transport = mesh.transport(
             self.identity.peer_id,
@@ -197,9 +198,15 @@ class Machine(ABC):
 
     def join_wire(self) -> MemoryTransport:
         """Return the transport of its gRPC."""
+        self._expect_living()
         transport: MemoryTransport = self.world.wire.transport(self.wire_name)
         self.transports.append(transport)
         return transport
+
+    def _expect_living(self) -> None:
+        """Go no further in a process that was killed in this very moment, at a write of its own."""
+        if living() is not self:
+            raise asyncio.CancelledError
 
     def slow_down(self, uplink_bytes_s: float) -> None:
         """Limit its uplink; 0 is unlimited."""

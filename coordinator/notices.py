@@ -18,6 +18,7 @@ from atoll.optim.log.orders import Order, described
 # peers
 
 LOG_LOST = "log.lost"
+ELSEWHERE = "coordinator.elsewhere"
 
 
 @event("peer.joined")
@@ -180,7 +181,7 @@ def log_lost(*, epoch: int | None, position: int | None, known_rounds: int | Non
     )
 
 
-@event("coordinator.elsewhere")
+@event(ELSEWHERE)
 def coordinator_elsewhere(*, addresses: Sequence[str], file: str) -> str:
     return (
         "this run's key has signed at a later time that its coordinator is at "

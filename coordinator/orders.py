@@ -200,6 +200,26 @@ class OrderDesk:
             if SignedOrder.decode(each).is_signed_by(self._verify_run, key):
                 raise OrderRefused("that key was the organiser's before; name a new one")
 
+    def _expect_room(self, order: Order, settings: RunSettings, oldest: RunSettings) -> None:
+        """Raise OrderRefused if too many orders wait.
+
+        An eviction counts at once. If it is the electors' that would have to decide it, nothing is
+        decided until they are readmitted: so a place is left for the readmission of each peer that
+        orders evict which wait.
+
+        Args:
+            order: the next one.
+            settings: what is in force before it, once all that wait are decided.
+            oldest: the settings at the head of the log that lacks most orders.
+        """
+        waiting = len(self.lacking(oldest))
+        to_readmit = {*settings.after(order, 0).evicted} - {*oldest.evicted}
+        if waiting + 1 + len(to_readmit) > MAX_PENDING:
+            room = "; there is room to readmit the peers that they evict" if to_readmit else ""
+            raise OrderRefused(
+                f"{waiting} orders wait already; they are decided once peers are online{room}"
+            )
+
     def verify_organiser(self, logs: Sequence[RunSettings]) -> VerifyRun:
         """Return what checks signatures of the organiser's key, after all orders so far."""
         key = self.settings(logs, 0).key
@@ -245,10 +265,7 @@ class OrderDesk:
             raise OrderRefused(reason)
         if isinstance(order.change, RotateKey):
             self._expect_new_key(order.change.value, signed)
-        if len(self.lacking(min(logs, key=lambda each: each.number))) >= MAX_PENDING:
-            raise OrderRefused(
-                f"{MAX_PENDING} orders wait already; they are decided once peers are online"
-            )
+        self._expect_room(order, settings, min(logs, key=lambda each: each.number))
         earlier = {n: each for n, each in self._orders.items() if n < order.number}
         orders = dict([*earlier.items(), (order.number, given)][-KEPT:])
         _write(self._path, list(orders.values()))

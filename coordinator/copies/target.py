@@ -19,6 +19,8 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from atoll.optim.log.store import NotStored
+
 PIECE_BYTES = 1 << 20  # read and written at once
 ANSWER_S = 60.0  # for a small request: a target that takes longer counts as unreachable
 CONNECT_S, READ_S = 20.0, 60.0  # deadlines inside s3fs, which would wait forever for some answers
@@ -258,6 +260,8 @@ def reason(error: BaseException) -> str:
             return "it does not answer"
         case NotOurs():
             return "it holds the copies of another run"
+        case NotStored():
+            return "a part of the log to copy is damaged or gone"
         case _:
             return type(error).__name__
 

@@ -320,9 +320,16 @@ class CopyWriter:
 
 @contextmanager
 def _leased(store: LogStore) -> Iterator[SnapshotInfo]:
-    """Yield the newest snapshot, which stays, with the updates after it."""
+    """Yield the newest snapshot, which stays, with the updates after it.
+
+    Raises:
+        NotStored: the disk has spoiled all of them; the first one is about to be made again.
+    """
     while True:
-        position = store.snapshot_positions()[-1]
+        positions = store.snapshot_positions()
+        if not positions:
+            raise NotStored("the log has no snapshot to copy")
+        position = positions[-1]
         with store.lease(position):
             try:
                 info = store.snapshot(position)

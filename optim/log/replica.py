@@ -700,7 +700,7 @@ class Replica(ReplicaView):
         return None
 
     def _replayed(self, at: ReplicaStanding) -> ReplicaStanding:
-        """Apply the stored entries after the state, up to the first whose body is not here.
+        """Apply the stored entries after the state, up to the first whose body is not here, whole.
 
         The head of the result is the state's. Snapshots that are missing are written on the way.
         """
@@ -709,8 +709,10 @@ class Replica(ReplicaView):
         for record in self._records_after(at):
             if not record.has_body:
                 break
-            entry = Entry.decode(record.entry)
-            state, diverged = self._next_state(at, entry, self.store.body(record.position), None)
+            entry, body = Entry.decode(record.entry), self._whole_body(record)
+            if body is None:
+                break
+            state, diverged = self._next_state(at, entry, body, None)
             at = replace(at, state=state, diverged=diverged)
             if not diverged:
                 head = replace(at.head, position=state.position, chain=entry.chain)
@@ -721,6 +723,19 @@ class Replica(ReplicaView):
             if at.diverged:
                 break
         return at
+
+    def _whole_body(self, record: StoredEntry) -> bytes | None:
+        """Return a stored body; None if the disk has spoiled it since it was last looked at.
+
+        It is checked before the state gives way to the next one, which an error would lose.
+        """
+        try:
+            body = self.store.body(record.position)
+            split_body(Entry.decode(record.entry), memoryview(body))
+        except (MalformedRecord, NotStored):
+            self.store.drop_damaged(record.position, record.entry)
+            return None
+        return body
 
     def _records_after(self, at: ReplicaStanding) -> Iterator[StoredEntry]:
         position = at.state.position if at.state is not None else 0
@@ -1732,6 +1747,7 @@ class LiveReplica(ReplicaView):
 def _report_unforeseen(task: asyncio.Task[Any]) -> None:
     if task.cancelled() or (failure := task.exception()) is None:
         return
-    if not isinstance(failure, (OSError, sqlite3.Error)):  # `on_failure` has reported those
+    # `on_failure` has reported those of the disk, and who is second with an entry is used to it.
+    if not isinstance(failure, (OSError, sqlite3.Error, NotNext)):
         context = {"message": "a change failed after its caller", "exception": failure}
         task.get_loop().call_exception_handler({**context, "task": task})

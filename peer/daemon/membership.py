@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import fcntl
 import json
-import os
 import random
 import time
 from collections.abc import Awaitable, Callable, Sequence
@@ -15,6 +14,7 @@ from typing import Protocol
 from atoll.coordinator.rpc.client import CoordinatorClient, Joined
 from atoll.coordinator.rpc.client_errors import Busy, CoordinatorUnreachable, WrongCertificate
 from atoll.coordinator.run.admission import Role
+from atoll.coordinator.run.files import replace_private
 from atoll.coordinator.run.invite import MAX_BOOTSTRAP, Invite
 from atoll.coordinator.run.spec import RunSpec
 from atoll.optim.state.layout import Layout
@@ -151,13 +151,8 @@ class StateDirectory:
             raise
 
     def remember(self, membership: Membership) -> None:
-        """Keep a membership."""
-        partial = self.paths.run.with_suffix(".new")
-        with partial.open("wb") as file:
-            file.write(membership.to_json(self._run_id))
-            file.flush()
-            os.fsync(file.fileno())  # an empty file after a power cut would keep the peer out
-        partial.replace(self.paths.run)
+        """Keep a membership, and the identity beside it: both names are on the disk after that."""
+        replace_private(self.paths.run, membership.to_json(self._run_id))
 
     def recall(self) -> Membership | None:
         """Return the membership that was kept; None if there is none."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import (
     AsyncExitStack,
     ExitStack,
@@ -482,13 +482,11 @@ async def _environment(
     )
     files = stack.enter_context(ExitStack())
     stack.push_async_callback(client.close)
-    enrolment, joined = await Enrolment.open(
-        client,
-        directory,
-        invite,
-        announcer.show,
-        lambda nodes: look_up(client.whereabouts, nodes, invite.run_id.hex()),
-    )
+
+    async def find_place(nodes: Sequence[str]) -> bool:
+        return await look_up(client.whereabouts, nodes, invite.run_id.hex())
+
+    enrolment, joined = await Enrolment.open(client, directory, invite, announcer.show, find_place)
     await admit(enrolment.membership, client.fetch_tokenizer)
     is_keeper = enrolment.membership.role == "keeper"
     ballots = KeptBallots.open(paths.ballots) if is_keeper else None
@@ -569,6 +567,7 @@ async def _environment(
             reachability,
             neighbours.roster.peers,
             report=announcer.report,
+            find_place=find_place,
         ),
         outbox=outbox,
         tasks=tasks,

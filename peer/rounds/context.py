@@ -348,6 +348,7 @@ class Reporting:
     """A session of a contribution with the leader of a term."""
 
     leader: str
+    term: int
     since: float
     has_ended: bool = False
     """the leader refused the report, as its group was closed, or the session broke"""

@@ -377,8 +377,8 @@ class Rounds:
             return
         if any(member.peer_id == self._ctx.me.peer_id for member in entry.members):
             self._ctx.note_included(entry, term)
-        elif pending.exchange is None and term in pending.reported:
-            self._ctx.note_omitted(entry, term, pending.reported[term])
+        elif pending.exchange is None and (reported := pending.reported_in(term)) is not None:
+            self._ctx.note_omitted(entry, term, reported)
 
     def _credits(self, entry: Entry, exchange: Exchange | None) -> list[tuple[slice, Update]]:
         """Return what the encoding lost of the parts that the entry names as this peer's own."""

@@ -113,6 +113,21 @@ def test_so_many_orders_wait_and_no_more(path: Path) -> None:
     desk.give(signed(MAX_PENDING + 1, PauseRun()), [RunSettings(number=1)])
 
 
+def test_a_peer_whose_eviction_waits_can_be_readmitted_always(path: Path) -> None:
+    """It may be the only elector, and then nothing is decided before."""
+    desk = desk_at(path)
+    desk.give(signed(1, EvictPeer(peer_id=PEERS[0])), NONE)
+    for number in range(2, MAX_PENDING):
+        desk.give(signed(number, PauseRun()), NONE)
+    for change in (PauseRun(), EvictPeer(peer_id=PEERS[1]), ReadmitPeer(peer_id=PEERS[1])):
+        with pytest.raises(OrderRefused, match="room to readmit"):
+            desk.give(signed(MAX_PENDING, change), NONE)
+    desk.give(signed(MAX_PENDING, ReadmitPeer(peer_id=PEERS[0])), NONE)
+    assert desk.evicted(NONE) == {}
+    with pytest.raises(OrderRefused, match=r"16 orders wait already; .* online$"):
+        desk.give(signed(MAX_PENDING + 1, PauseRun()), NONE)
+
+
 def test_what_will_be_in_force_follows_from_what_waits(path: Path) -> None:
     desk = desk_at(path)
     desk.give(signed(1, SetInnerSteps(value=7)), NONE)

@@ -631,9 +631,23 @@ def _member(peer: str) -> Member:
     )
 
 
-LEAVES = (str, bytes, int, float, bool, type(None), Enum, Record, Rules, Cells, Elector, frozenset)
+LEAVES = (
+    str,
+    bytes,
+    int,
+    float,
+    bool,
+    type(None),
+    Enum,
+    Record,
+    Rules,
+    Cells,
+    Elector,
+    frozenset,
+    range,
+)
 
-PLAIN = frozenset({str, bytes, int, float, bool, type(None)})
+PLAIN = frozenset({str, bytes, int, float, bool, type(None), range})
 
 
 def clone(thing: Any) -> Any:

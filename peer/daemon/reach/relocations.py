@@ -32,7 +32,7 @@ from atoll.dht.roster import PeerRecord, RosterError
 from atoll.dht.tasks import together
 from atoll.dht.transport import Refused, Transport, TransportError
 from atoll.peer import notices
-from atoll.peer.daemon.membership import Enrolment
+from atoll.peer.daemon.membership import Enrolment, FindPlace
 from atoll.peer.daemon.reach.reachability import Reachability
 from atoll.peer.rounds.context import OnEvent
 
@@ -41,6 +41,7 @@ LOOK_S = 2.0
 CALL_S = 10.0  # libp2p does not dial again for 5 s after a failure
 AT_ONCE = 8  # calls of one look, of which the unreachable take their whole time
 PASSED_ON = 8  # peers that a peer tells of each record: 1,000 all know after four steps
+ASK_NODES_EVERY = 60  # looks: each starts a process of libp2p and dials up to 32 nodes
 ASKED = 2  # at each look without the coordinator
 
 
@@ -153,13 +154,20 @@ class Following:
         peers: Callable[[], Awaitable[Mapping[str, PeerRecord]]],
         *,
         report: OnEvent,
+        find_place: FindPlace,
     ) -> None:
-        """Answer other peers from now on; `keep` follows."""
+        """Answer other peers from now on; `keep` follows.
+
+        `find_place` asks nodes as a stranger does: a peer whose admission has expired is one.
+        """
         self._client = client
         self._node = node
         self._enrolment = enrolment
         self._reachability = reachability
         self._report = report
+        self._find_place = find_place
+        self._looks_without = 0
+        """looks in a row without the coordinator"""
         self._known = set(client.addresses)
         self._followed = b""
         self._exchange = Relocations(node.transport, client.whereabouts, peers)
@@ -179,6 +187,10 @@ class Following:
             await self._follow(place.record, place.relocation)
         with suppress(RosterError, TransportError, TimeoutError, OSError):
             await self._exchange.look(asks=not self._client.is_reached)
+        self._looks_without = 0 if self._client.is_reached else self._looks_without + 1
+        if self._looks_without and self._looks_without % ASK_NODES_EVERY == 0:
+            kept = self._enrolment.membership.bootstrap
+            await self._find_place((*self._node.bootstrap, *kept))
 
     async def _follow(self, record: bytes, there: Relocation) -> None:
         self._enrolment.keep_relocation(record, there.bootstrap)

@@ -47,10 +47,6 @@ MOST_ITEMS = {
     "Link._stretches[]": 6000,
     # a loss a step, of a window that ends with a round: hours of steps if there is no quorum
     "Window.losses": 20_000,
-    # terms of one position, which are over with it: one in some seconds if there is no quorum
-    "Leads._led": 10_000,
-    "Pending.reported": 10_000,
-    "Turns._given_up": 10_000,
 }
 """The bounds of attributes that keep the newest of something, or grow without a quorum."""
 LOCALS = 4096  # items of what a suspended function holds, which goes when it returns

@@ -46,12 +46,14 @@ from atoll.peer.lab.hunt.disks import Disk, Files
 from atoll.peer.lab.hunt.edges import MACHINE, START, living
 from atoll.peer.lab.hunt.nodes import NodeTransport
 from atoll.peer.lab.hunt.trainers import Training
+from atoll.peer.paths import PeerPaths
 
 T = TypeVar("T")
 World = Any
 """A `world.World`, whose module imports this one."""
 
 POLL_S = 0.5  # between two looks whether a keeper's process has failed
+RENEWS_S = 120.0  # after which an owner whose peer cannot join asks for another invite
 RESTART_S = 3.0  # after which a process that has ended is started again, as a service manager does
 
 
@@ -183,6 +185,7 @@ class Machine(ABC):
 
     def join_mesh(self, admission: bytes, check: Check) -> NodeTransport:
         """Return the transport of its DHT node."""
+        self._expect_living()
         mesh = self.world.mesh
         transport = mesh.transport(
             self.identity.peer_id,
@@ -195,9 +198,15 @@ class Machine(ABC):
 
     def join_wire(self) -> MemoryTransport:
         """Return the transport of its gRPC."""
+        self._expect_living()
         transport: MemoryTransport = self.world.wire.transport(self.wire_name)
         self.transports.append(transport)
         return transport
+
+    def _expect_living(self) -> None:
+        """Go no further in a process that was killed in this very moment, at a write of its own."""
+        if living() is not self:
+            raise asyncio.CancelledError
 
     def slow_down(self, uplink_bytes_s: float) -> None:
         """Limit its uplink; 0 is unlimited."""
@@ -220,6 +229,8 @@ class CoordinatorMachine(Machine):
     running: Running | None = None
     accepts_loss = False
     """whether the organiser has given up what a damaged disk has lost"""
+    signed_again = False
+    """whether the organiser has let it sign where it is after another coordinator had"""
     was_replaced = False
     """whether it began with a copy, which lacks what came after it"""
 
@@ -304,6 +315,8 @@ class PeerMachine(Machine):
         self.training: Training | None = None
         self._given: Invite | None = None
         """the invite with which it began; a later one may have other addresses"""
+        self._waits_since_s = 0.0
+        """when it last began to join with an invite"""
         self.ended_at = -1
         """the position at which its trainer last ended, which its disk holds"""
         super().__init__(world, f"{'keeper' if habits.is_keeper else 'peer'}{number}", identity)
@@ -353,9 +366,24 @@ class PeerMachine(Machine):
         while self.world.invite is None:
             await asyncio.sleep(1.0)
         self._given = invite = self._given or self.world.invite
+        self._waits_since_s = self.world.now()
         if not self.habits.is_keeper:
             return invite
         return replace(invite, token=self.world.keeper_token)
+
+    def renew_invite(self) -> None:
+        """Get the newest invite, if the one in use has led nowhere: it names old addresses alone.
+
+        A peer that has joined once knows other peers, which know where the coordinator is.
+        """
+        is_waiting = self.is_up and self.peer is None and self._given is not None
+        if not is_waiting or self.world.now() < self._waits_since_s + RENEWS_S:
+            return
+        if self._given != self.world.invite and not PeerPaths(root=self.disk.folder).run.exists():
+            self.world.say(f"{self.name} gets another invite")
+            self.crash(lost_power=False)
+            self._given = None
+            self.world.restart_later(self, RESTART_S)
 
     def _on_event(self, level: Level, text: str) -> None:
         if living() is self:

@@ -556,13 +556,17 @@ class Pending:
     exchange: Exchange | None = None
     failed: Failed | None = None
     """how the last session with a leader ended; None while there is a group, or before"""
-    reported: dict[int, Reporting] = field(default_factory=dict)
-    """by term, the sessions with leaders; only the last one can go on"""
+    reported: dict[str, Reporting] = field(default_factory=dict)
+    """by leader, the newest session with each; only the last one can go on"""
 
     def end_sessions(self) -> None:
         """Note that no session with a leader goes on."""
-        for term, reported in self.reported.items():
-            self.reported[term] = replace(reported, has_ended=True)
+        for leader, reported in self.reported.items():
+            self.reported[leader] = replace(reported, has_ended=True)
+
+    def reported_in(self, term: int) -> Reporting | None:
+        """Return the session with the leader of a term, if it was the newest with that one."""
+        return next((each for each in self.reported.values() if each.term == term), None)
 
     @property
     def missed(self) -> Outcome:
@@ -736,7 +740,8 @@ class Flight:
             connect_s = CONNECT_STALLS * self._ctx.settings.stall_s
             stream = await self._ctx.transport.open(leader, "round", timeout_s=connect_s)
         self._stream = stream
-        self.pending.reported[term] = Reporting(leader=leader, since=self._ctx.now())
+        session = Reporting(leader=leader, term=term, since=self._ctx.now())
+        self.pending.reported[leader] = session
         return stream
 
     async def _until_barred(self, leader: str) -> None:

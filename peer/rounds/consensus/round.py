@@ -61,6 +61,7 @@ from atoll.optim.log.entry import (
 from atoll.optim.log.locks import Justification, Lock, SignedPromise
 from atoll.optim.reduction.cells import Cells
 from atoll.peer.rounds import notices
+from atoll.peer.rounds.consensus.terms import OwnTerms
 from atoll.peer.rounds.messages import Group, PartDone, PartPlan, Ready, Repair
 from atoll.peer.rounds.policies import (
     ALONE_GRACES,
@@ -76,6 +77,7 @@ TERM = 4  # attempts of one leader: each but the first is for a proposal that no
 # a million. Whoever skips as many at a time needs 2^40 messages to come to the last number there
 # is, after which nobody could lead at that position.
 MAX_TERMS_AHEAD = 1 << 20
+TERMS_AT_ONCE = 64  # of one position that a process may lead beside each other
 # A leader that no quorum calls lets a position take so many times as long as the last one: its
 # callers may lie. They wait once themselves before they call, and then longer than the second time.
 CALLED_ALONE_ROUNDS = 2
@@ -423,7 +425,10 @@ class Leads:
         self._me = me
         self._ballots = ballots or Ballots()
         self._furthest = Place(-1, -1)
-        self._led: set[int] = set()
+        self._led = OwnTerms(0)
+        """terms of the furthest place"""
+        self._attempts: dict[int, int] = {}
+        """the last attempt of each of its newest terms"""
 
     def begin(self, place: Place, attempt: int, electorate: Sequence[Elector]) -> Proposer:
         """Lead an attempt.
@@ -434,10 +439,10 @@ class Leads:
         """
         self.check(place, term_of(attempt), electorate)
         if place > self._furthest:
-            self._furthest, self._led = place, set()
-        if place < self._furthest or attempt in self._led:
+            self._furthest, self._led, self._attempts = place, OwnTerms(len(electorate)), {}
+        if place < self._furthest or not self._is_new(attempt):
             raise Refused(RefusalCode.SUPERSEDED, f"ballot {attempt} has ended; use a later one")
-        self._led.add(attempt)
+        self._note(attempt)
         return Proposer(
             attempt=attempt,
             electors=len(electorate),
@@ -445,6 +450,18 @@ class Leads:
             # Not before: a process that only gathered a group may lead here after a restart.
             on_choice=lambda: self._ballots.note(place),
         )
+
+    def _is_new(self, attempt: int) -> bool:
+        """Return whether an attempt comes after all of its term; none does after an old term's."""
+        term = term_of(attempt)
+        return term not in self._led or attempt > self._attempts.get(term, attempt)
+
+    def _note(self, attempt: int) -> None:
+        term = term_of(attempt)
+        self._led.add(term)
+        self._attempts[term] = attempt
+        if len(self._attempts) > TERMS_AT_ONCE:
+            del self._attempts[next(iter(self._attempts))]
 
     def check(self, place: Place, term: int, electorate: Sequence[Elector]) -> None:
         """Return whether the term is this process's to lead.

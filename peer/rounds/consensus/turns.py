@@ -11,6 +11,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 from atoll.optim.log.entry import Elector, max_liars
 from atoll.peer.rounds.consensus.round import leader_of
+from atoll.peer.rounds.consensus.terms import OwnTerms
 
 # Terms get twice the time after each turn of all leaders, so that a reduction that takes longer
 # than the last ones ends in one of them. A liar may use up such turns while nobody trains, and the
@@ -30,7 +31,7 @@ class Turns:
         self._first_term = first_term
         self.open_term = first_term
         self._opened_at = now
-        self._given_up: set[int] = set()
+        self._given_up = OwnTerms(len(self._electorate))
         """terms that this acceptor led, also those whose turn has not come"""
 
     def time_s(self, term: int, base_s: float) -> float:

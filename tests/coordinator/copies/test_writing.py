@@ -16,8 +16,15 @@ from atoll.coordinator.copies.keeping import Copies
 from atoll.coordinator.copies.manifest import read_latest, read_manifest
 from atoll.coordinator.copies.owners import read_owner
 from atoll.coordinator.copies.restoring import find, restore
-from atoll.coordinator.copies.target import CopyDamaged, CopyObject, Target, TargetFailed
+from atoll.coordinator.copies.target import (
+    CopyDamaged,
+    CopyObject,
+    Target,
+    TargetFailed,
+    reason,
+)
 from atoll.coordinator.copies.writing import CopyWriter
+from atoll.optim.log.store import NotStored
 from support.copies import ROUNDS, Run, opened, past, run_template, writer_of
 
 __all__ = ["past", "run_template"]
@@ -175,6 +182,19 @@ def test_a_link_that_fails_need_not_carry_an_object_twice(past: Run) -> None:
         writer._target = past.target
         writer.write()
         assert find(past.target, past.key).manifest.modules[0].snapshot.name.endswith(snapshot)
+
+
+def test_without_a_snapshot_a_copy_fails_until_there_is_one(past: Run) -> None:
+    """A disk may have spoiled the only one; it is made again soon."""
+    with opened(past.state_dir) as log:
+        writer = writer_of(past.target, past.state_dir, log)
+        positions = log.store.snapshot_positions
+        log.store.snapshot_positions = list  # type: ignore[method-assign]
+        with pytest.raises(NotStored) as failure:
+            writer.write()
+        assert reason(failure.value) == "a part of the log to copy is damaged or gone"
+        log.store.snapshot_positions = positions  # type: ignore[method-assign]
+        assert writer.write().is_new
 
 
 def test_what_a_copy_has_is_not_sent_again(past: Run) -> None:

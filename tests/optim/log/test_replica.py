@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import sqlite3
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -251,6 +252,28 @@ def test_a_peer_that_ends_before_it_goes_back_has_no_electorate(
     assert again.rewind()
     assert again.head == other.head and again.electorate == swarm.electors()
     for each in (again, other):
+        each.store.close()
+
+
+def test_a_log_cannot_go_back_over_a_body_that_its_disk_has_spoiled(
+    tmp_path: Path, swarm: kit.Swarm
+) -> None:
+    """It would try that ever after, and fetch nothing."""
+    peer = open_replica(tmp_path / "a", KEYS, is_ledger=False)
+    peer.open_epoch(swarm.electors(), KEYS.sign)
+    other = open_replica(tmp_path / "b", KEYS)
+    other.adopt(peer.epoch_record)
+    take(other, swarm)
+    for _ in range(3):
+        take(peer, swarm)
+    other.open_epoch(swarm.electors(), KEYS.sign)
+    assert not peer.adopt(other.epoch_record)
+    peer.store.write_bodies()
+    with sqlite3.connect(tmp_path / "a" / "log.sqlite") as db:
+        db.execute("UPDATE bodies SET data = zeroblob(length(data)) WHERE position = 0")
+    assert not peer.rewind()
+    assert peer.position == 0 and not peer.electorate  # fetched again from there
+    for each in (peer, other):
         each.store.close()
 
 
@@ -671,6 +694,30 @@ def test_an_entry_that_comes_twice_is_held_by_nobody(tmp_path: Path) -> None:
         assert [ref() is None for ref in gone] == [True, True, True]
     finally:
         gc.enable()
+    log.whole.store.close()
+
+
+def test_an_entry_that_comes_twice_is_no_failure_though_its_caller_is_gone(tmp_path: Path) -> None:
+    log = Log(tmp_path, swarm=kit.Swarm(), keys=KEYS)
+    core = log.open("peer", is_ledger=False)
+    core.adopt(log.whole.epoch_record)
+    log.grow(1)
+    ((claim, body),) = log.entries
+
+    async def main() -> list[dict[str, Any]]:
+        peer, failures = LiveReplica(core, compute=asyncio.to_thread), list[dict[str, Any]]()
+        asyncio.get_running_loop().set_exception_handler(lambda _, what: failures.append(what))
+        first, second = (
+            asyncio.create_task(peer.accept(claim.entry, claim.certificate, body)) for _ in "12"
+        )
+        await asyncio.sleep(0)  # both have begun, and one of them has the lock
+        await asyncio.sleep(0)
+        second.cancel()
+        assert await first
+        await peer.close()
+        return failures
+
+    assert asyncio.run(main()) == []
     log.whole.store.close()
 
 

@@ -93,6 +93,16 @@ def test_remembering_replaces_the_file_as_a_whole(paths, membership, monkeypatch
     directory.close()
 
 
+def test_the_name_of_what_joining_gave_is_synced_too(paths, membership, monkeypatch):
+    """Without it a peer that lost power knows the addresses in its invite alone: old ones."""
+    directory, synced = StateDirectory(paths, RUN), []
+    monkeypatch.setattr(os, "fsync", lambda fd: synced.append((os.fstat(fd).st_ino, is_there())))
+    is_there = paths.run.exists
+    directory.remember(membership)
+    assert synced[-1] == (paths.root.stat().st_ino, True)
+    directory.close()
+
+
 def test_a_full_disk_costs_a_peer_no_eviction_that_it_hears_of(paths, membership, monkeypatch):
     told = []
     directory = StateDirectory(paths, RUN)

@@ -13,6 +13,7 @@ from atoll.dht.refusals import RefusalCode
 from atoll.dht.testing.memory import MemoryNetwork, run_virtual
 from atoll.dht.transport import Refused
 from atoll.peer.daemon.reach.relocations import (
+    ASK_NODES_EVERY,
     ASKED,
     AT_ONCE,
     METHOD,
@@ -205,6 +206,7 @@ class Follower:
 
     def __init__(self):
         self.kept, self.reconnected, self.shown, self.relays = [], 0, [], []
+        self.asked = []
         self.whereabouts, self.is_reached = Whereabouts(INVITE), True
         self.addresses = self.whereabouts.addresses
         self.network = MemoryNetwork()
@@ -216,10 +218,14 @@ class Follower:
         self.following = Following(
             self,
             self.node,
-            SimpleNamespace(keep_relocation=lambda *kept: self.kept.append(kept)),
+            SimpleNamespace(
+                keep_relocation=lambda *kept: self.kept.append(kept),
+                membership=SimpleNamespace(bootstrap=("/ip4/1.2.3.4/tcp/1/p2p/peer",)),
+            ),
             SimpleNamespace(follow=self.relays.append),
             self.peers,
             report=lambda level, text: self.shown.append(text),
+            find_place=self.find_place,
         )
 
     async def follow(self):
@@ -228,6 +234,26 @@ class Follower:
 
     async def peers(self):
         return {"me": record_of("me")}
+
+    async def find_place(self, nodes):
+        self.asked.append(nodes)
+        return False
+
+
+def test_a_peer_without_the_coordinator_asks_nodes_as_a_stranger_now_and_then():
+    """Once its admission has expired, no peer answers it."""
+
+    async def main():
+        peer = Follower()
+        for _ in range(2 * ASK_NODES_EVERY):
+            await peer.following.look()
+        assert not peer.asked
+        peer.is_reached = False
+        for _ in range(2 * ASK_NODES_EVERY):
+            await peer.following.look()
+        assert peer.asked == [(OLD_NODE, "/ip4/1.2.3.4/tcp/1/p2p/peer")] * 2
+
+    run_virtual(main())
 
 
 def test_a_peer_keeps_a_new_record_before_it_follows():

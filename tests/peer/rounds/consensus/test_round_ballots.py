@@ -144,6 +144,17 @@ def test_an_attempt_is_led_once_and_by_its_leader():
     assert refusal(again.begin, HERE, attempt, (ME, OTHER)) == RefusalCode.NOT_THE_LEADER
 
 
+def test_no_attempt_of_an_old_term_is_led_again():
+    attempt = next(a for a in (0, TERM) if leads(4, a) == ME)
+    mine, terms = Leads(ME), range(attempt, attempt + 200 * TERM, 2 * TERM)
+    for each in terms:
+        mine.begin(HERE, each, (ME, OTHER))
+    for each in terms[::10]:
+        assert refusal(mine.begin, HERE, each, (ME, OTHER)) == RefusalCode.SUPERSEDED
+    mine.begin(HERE, terms[-1] + 1, (ME, OTHER))
+    assert refusal(mine.begin, HERE, terms[0] + 1, (ME, OTHER)) == RefusalCode.SUPERSEDED
+
+
 def test_an_attempt_of_a_position_that_was_left_is_not_led_again():
     mine = Leads(ME)
     attempts = {p: next(a for a in (0, TERM) if leads(p, a) == ME) for p in (4, 5)}

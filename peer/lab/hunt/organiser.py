@@ -173,8 +173,11 @@ class Organiser(Machine):
         ]
 
     def forget(self, decided: Collection[bytes]) -> None:
-        """Note that the coordinator is lost, with the orders that no log holds."""
-        self.forgotten.update(self.lost(decided))
+        """Note that the coordinator is lost, with the orders that no log holds.
+
+        Those too whose key is not in force: the one that names it may still be decided.
+        """
+        self.forgotten.update(number for number, each in self.given if each not in decided)
 
 
 def orders_of(replicas: Sequence[LiveReplica]) -> set[bytes]:

@@ -158,7 +158,7 @@ def test_who_hides_its_rounds_and_is_cut_off_trains_on(bench):
     assert [commit.counts for commit in each.commits] == [True, False, True]
 
 
-def test_who_hides_its_rounds_in_windows_by_deadline_never_waits_for_a_slow_one(bench):
+def test_windows_by_deadline_never_wait_for_a_hidden_round(bench):
     spec = RunSpec.from_dict(
         {
             "outer": {"method": "diloco(tau=5)", "windows": "deadline"},

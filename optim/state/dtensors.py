@@ -30,6 +30,11 @@ def is_dtensor(tensor: Tensor) -> TypeGuard[DTensor]:
     return kind is not None and isinstance(tensor, kind)
 
 
+def local(tensor: Tensor) -> Any:  # noqa: ANN401 - perhaps a library's kind of tensor
+    """Return this rank's shard of a tensor that is cut, or the tensor."""
+    return tensor.to_local() if is_dtensor(tensor) else tensor
+
+
 def whole(tensor: Tensor) -> Tensor:
     """Return all values of a tensor: itself, or its shards gathered from all ranks.
 

@@ -35,6 +35,7 @@ from atoll.optim.methods import MethodError
 from atoll.optim.ranks import RankReducer
 from atoll.optim.ranks.reducer import Led
 from atoll.optim.state.layout import Layout
+from atoll.optim.state.outer_state import OuterState
 from atoll.peer import notices
 from atoll.peer.daemon.beside.owner_side import OwnerSide
 from atoll.peer.daemon.beside.trainer_side import NetworkLine, NetworkProcess, SeatReducer
@@ -46,8 +47,14 @@ from atoll.peer.daemon.tally import Account
 from atoll.peer.daemon.views import RunFacts, TrainerView
 from atoll.peer.errors import ModelError, SavedStateError, WrongRole
 from atoll.peer.paths import PeerPaths
-from atoll.peer.training.devices import free_memory, gpu_memory
-from atoll.peer.training.opening import first_state, slices_of, stage_needs
+from atoll.peer.training.devices import Device, free_memory, gpu_memory
+from atoll.peer.training.opening import (
+    Opened,
+    first_state,
+    open_whole,
+    slices_of,
+    stage_needs,
+)
 from atoll.peer.training.permission import Allowed, with_own_files
 from atoll.peer.training.ranks import OneRank, SeveralRanks, ranks_here
 from atoll.peer.training.stage_learner import StageLearner
@@ -233,10 +240,11 @@ def join_and_train(
             network: NetworkLine | None = None
             with stop.part() as stay:  # in one stage, if the run is a pipeline
                 try:
-                    network = _open(options, narrator, stay, ask)
+                    owner = _owner(options, narrator, stay, ask)
+                    network = _open(options, narrator, stay, owner)
                     narrator.follow(network)
                     with closing(network):
-                        is_over = _take_part(options, network, narrator, stay)
+                        is_over = _take_part(options, network, owner, narrator, stay)
                     # The run may have been completed while the peer left its stage.
                     moves = None if network.view.is_complete else network.view.moves
                 except KeyboardInterrupt:
@@ -261,8 +269,8 @@ def join_and_train(
             narrator.forget_peer()
 
 
-def _open(options: RunOptions, narrator: Narrator, stop: Stop, ask: Ask | None) -> NetworkLine:
-    """Join and recover. Raises KeyboardInterrupt if `stop` is set meanwhile."""
+def _owner(options: RunOptions, narrator: Narrator, stop: Stop, ask: Ask | None) -> OwnerSide:
+    """Return what answers for this machine."""
     consent = Consent(
         paths=PeerPaths(root=options.peer.state_dir),
         state_on_disk=options.peer.state_on_disk,
@@ -278,22 +286,33 @@ def _open(options: RunOptions, narrator: Narrator, stop: Stop, ask: Ask | None) 
         stopping=stop,
         show=lambda line: narrator.tell("info", notices.run_asks(line)),
     )
+
+    def make_first(spec: RunSpec, module: str) -> OuterState:
+        return first_state(options.spec_with_own_files(spec), options.allowed, module=module)
+
+    def open_run(spec: RunSpec) -> Opened:
+        device = Device.choose(options.device, spec.inner.precision)
+        return open_whole(options.spec_with_own_files(spec), device, options.allowed)
+
+    # Several ranks decide together how the model lies on their devices.
+    return OwnerSide(consent, make_first, open_run if options.ranks.size == 1 else None)
+
+
+def _open(options: RunOptions, narrator: Narrator, stop: Stop, owner: OwnerSide) -> NetworkLine:
+    """Join and recover. Raises KeyboardInterrupt if `stop` is set meanwhile."""
     with options.ranks.leading():
         return NetworkProcess(
             options.peer,
             on_event=narrator.tell,
             on_phase=narrator.on_phase,
             stopping=stop,
-            owner=OwnerSide(
-                consent,
-                lambda spec, module: first_state(
-                    options.spec_with_own_files(spec), options.allowed, module=module
-                ),
-            ),
+            owner=owner,
         )
 
 
-def _take_part(options: RunOptions, network: NetworkLine, narrator: Narrator, stop: Stop) -> bool:
+def _take_part(
+    options: RunOptions, network: NetworkLine, owner: OwnerSide, narrator: Narrator, stop: Stop
+) -> bool:
     """Train, or watch a keeper; return whether the run is complete."""
     facts = network.facts
     if options.ranks.size > 1 and facts.module:
@@ -302,7 +321,7 @@ def _take_part(options: RunOptions, network: NetworkLine, narrator: Narrator, st
             "own --state-dir, without --gpus and --ranks"
         )
     if not facts.is_keeper:
-        return _train(options, SeatReducer(network), narrator, stop)
+        return _train(options, SeatReducer(network), owner, narrator, stop)
     if options.ranks.size > 1:
         raise WrongRole(
             "the invite is for keepers, which do not train: start one process, without --gpus and "
@@ -336,7 +355,9 @@ def _keep(options: RunOptions, network: NetworkLine, narrator: Narrator, stop: S
     return False
 
 
-def _train(options: RunOptions, reducer: SeatReducer, narrator: Narrator, stop: Stop) -> bool:
+def _train(
+    options: RunOptions, reducer: SeatReducer, owner: OwnerSide, narrator: Narrator, stop: Stop
+) -> bool:
     ranks, network, spec = options.ranks, reducer.network, reducer.spec
     facts = network.facts
     state_path = PeerPaths(root=options.peer.state_dir).trainer(facts.module)
@@ -354,6 +375,7 @@ def _train(options: RunOptions, reducer: SeatReducer, narrator: Narrator, stop: 
     run = ranks.agreed(run)
     spec = options.spec_with_own_files(spec)
     shared = _shared(reducer, ranks)
+    opened = owner.take_opened()
     trainer = Trainer(
         spec,
         shared,
@@ -367,7 +389,11 @@ def _train(options: RunOptions, reducer: SeatReducer, narrator: Narrator, stop: 
             is_over=partial(_is_over, spec, network),
             stage=_seat(network),
         ),
+        corpus=opened.corpus if opened is not None else None,
+        model=opened.model if opened is not None else None,
+        is_tried=opened is not None,
     )
+    del opened  # the trainer alone decides how long it keeps them
     shared.encode_on(trainer.device.encodes_on)
     if isinstance(trainer.learner, StageLearner):
         network.on_view = lambda view: stop.set() if view.moves is not None else None

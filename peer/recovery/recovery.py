@@ -21,14 +21,12 @@ Errors:
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from types import TracebackType
-from typing import Self
 
 from atoll.coordinator.run.notice import Report
-from atoll.dht.tasks import Tasks, end, together
+from atoll.dht.tasks import Tasks, together
 from atoll.optim.log.entry import (
     ChainMismatch,
     Claim,
@@ -50,6 +48,7 @@ from atoll.optim.state.outer_state import (
     snapshot_bytes,
 )
 from atoll.peer import notices
+from atoll.peer.recovery.bodies import Bodies
 from atoll.peer.recovery.sources import FETCH_ERRORS, Donor, LastSource, Source, Sources
 from atoll.peer.rounds.fetching import MAX_SPAN
 from atoll.peer.rounds.messages import Head
@@ -58,13 +57,9 @@ LEAVES_A_REQUEST = 8  # 8 MiB: 0.7 s at 100 Mbit/s, so a lost donor costs little
 KEEP_WORK = 4  # entries a fragment, replayed whatever they weigh: a snapshot would cost open work
 SLOW_STALLS = 0.5  # for the next answer after one has come: a frozen peer answers nobody
 MAX_PASSES = 64  # of catching up with a head that moves on meanwhile; the next try resumes
-BODIES_AHEAD_BYTES = 64 << 20  # under way or waiting for its turn; a larger body comes alone
 FIRST_REST_STALLS = 2.0  # a donor that failed is not asked again for so long, then twice as long
 MAX_REST_STALLS = 400.0  # ten minutes: it may have been a network that is mended now
 MAX_RESTING = 4096  # donors, as many as a run may have; the first to fail are forgotten first
-BODIES_AHEAD = 6  # streams: what a link of 100 Mbit/s at 100 ms takes
-
-OnFailure = Callable[[Entry, Donor, Exception], None]
 
 
 class NoDonor(RecoveryError):
@@ -454,7 +449,7 @@ class Recovery:
             holders = [d.source for d in donors if position in d.head.snapshots]
             with suppress(NoDonor):
                 state = await self._fetch_snapshot(position, root, holders, used)
-                await replica.install(state, claims, self._on_taken)
+                await self._install(state, claims, donors, used)
                 return position
         if not replica.is_ledger and self._leads_on(0, donors):
             claims = await self._claims(donors[0], 0, None)
@@ -468,6 +463,23 @@ class Recovery:
             return signed.position
         failure = NoDonor if roots else NoWay
         raise failure("no peer has a snapshot with a certified root, or the log from its start")
+
+    async def _install(
+        self, state: OuterState, claims: Sequence[Claim], donors: Sequence[Donor], used: set[str]
+    ) -> None:
+        """Put a certified state in place, then apply the entries after it.
+
+        Their bodies come from the beginning: else the link would idle while the state is hashed
+        and written. What no donor gives now is left to the next pass.
+        """
+        sources = [donor for donor in donors if donor.head.first_body <= state.position]
+        after = [c for c in claims if sources and c.entry.position >= state.position]
+        async with Bodies([c.entry for c in after], sources, self._on_failure) as bodies:
+            bodies.begin()
+            await self._replica.install(state, claims, self._on_taken)
+            with suppress(NoDonor):
+                for claim in after:
+                    await self._apply(claim, bodies, used)
 
     def _leads_on(self, position: int, donors: Sequence[Donor]) -> bool:
         """Return whether a donor has all updates from a state on, up to where the epoch began."""
@@ -594,79 +606,3 @@ class _Rest:
     stalls: float
     until: float
     """on the loop's clock"""
-
-
-class Bodies:
-    """Fetches the bodies of consecutive entries, some ahead of their turn, from donors in turn.
-
-    One stream of libp2p is slow on a long line: a young one takes 256 KiB a round trip, 5 MB/s at
-    50 ms. Several at once, from several peers, fill the link; entries are applied one at a time.
-    Nothing is verified here.
-    """
-
-    def __init__(
-        self, entries: Sequence[Entry], donors: Sequence[Donor], on_failure: OnFailure
-    ) -> None:
-        """Use as a context: what is still under way at its end is given up.
-
-        Args:
-            entries: consecutive ones, in the order in which `of` is asked for them.
-            donors: those that may have them.
-            on_failure: called with a donor that did not give one.
-        """
-        self._entries = entries
-        self._donors = donors
-        self._on_failure = on_failure
-        self._tasks: dict[int, asyncio.Task[bytes | bytearray]] = {}
-
-    async def __aenter__(self) -> Self:
-        """Begin without fetching anything."""
-        return self
-
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        """Give up what is under way."""
-        await end(*self._tasks.values(), expected=FETCH_ERRORS)
-
-    async def of(self, entry: Entry) -> AsyncIterator[tuple[Donor, bytes | bytearray]]:
-        """Yield the body as one donor after the other gives it, until the caller is content."""
-        self._fetch_from(entry.position)
-        for donor in holders(entry, self._donors):
-            task = self._tasks.pop(entry.position, None) or _fetching(donor, entry)
-            try:
-                body = await task
-            except FETCH_ERRORS as error:
-                self._on_failure(entry, donor, error)
-                continue
-            yield donor, body
-
-    def _fetch_from(self, position: int) -> None:
-        """Begin to fetch a body and those after it, as far as there is room."""
-        room, first = BODIES_AHEAD_BYTES, position - self._entries[0].position
-        for entry in self._entries[first : first + BODIES_AHEAD]:
-            room -= entry.body_bytes
-            if room < 0 and entry.position > position:
-                return
-            donors = holders(entry, self._donors)
-            if donors and entry.position not in self._tasks:
-                self._tasks[entry.position] = _fetching(donors[0], entry)
-
-
-def holders(entry: Entry, donors: Sequence[Donor]) -> list[Donor]:
-    """Return the donors beyond an entry, in another order for each, so that all give a share."""
-    start = entry.position % len(donors)
-    turn = [*donors[start:], *donors[:start]]
-    return [donor for donor in turn if donor.head.position > entry.position]
-
-
-def _fetching(donor: Donor, entry: Entry) -> asyncio.Task[bytes | bytearray]:
-    async def fetch() -> bytes | bytearray:
-        if not entry.body_bytes:
-            return b""
-        return await donor.source.body(entry.position, entry.body_bytes)
-
-    return asyncio.create_task(fetch())  # `of` awaits it, or the end of the context cancels it

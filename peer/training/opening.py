@@ -3,6 +3,8 @@
 Nothing beyond the built-in parts is read or run unless its owner has allowed it (`Allowed`).
 """
 
+from dataclasses import dataclass
+
 from torch import Tensor, nn
 
 from atoll.compression.activations import parse_activations
@@ -16,6 +18,7 @@ from atoll.peer.pipeline.placement import StageNeeds
 from atoll.peer.training import models, stages
 from atoll.peer.training.data import load as data
 from atoll.peer.training.data.remarks import expect_text
+from atoll.peer.training.devices import Device
 from atoll.peer.training.hf import lora
 from atoll.peer.training.hf.beginning import begin_, expect_init, with_shape
 from atoll.peer.training.permission import Allowed
@@ -23,6 +26,42 @@ from atoll.peer.training.permission import Allowed
 STATE_BYTES = 8  # a parameter: its value and the outer step's memory, as a snapshot holds them
 DEVICE_BYTES = 16  # a parameter: its value, its gradient, and two moments of AdamW
 VALID_BATCHES = 16  # 16k tokens of nano: half a second on one core
+
+
+@dataclass(frozen=True, kw_only=True)
+class Opened:
+    """The text and the whole model of a run, ready to train in one process."""
+
+    corpus: data.Corpus
+    model: nn.Module
+    """on its device; a custom one has computed a gradient there"""
+
+
+def open_whole(spec: RunSpec, device: Device, allowed: Allowed | None = None) -> Opened:
+    """Open the text of a run, build its model on a device, and try a custom one there.
+
+    Raises:
+        SetupError: the data or the model is not usable.
+    """
+    corpus = open_corpus(spec, allowed)
+    device.activate()
+    model = build_model(spec, corpus.tokenizer.vocab_size, allowed).to(device.device)
+    try_model(spec, model, device, vocab_size=corpus.tokenizer.vocab_size)
+    return Opened(corpus=corpus, model=model)
+
+
+def try_model(spec: RunSpec, model: nn.Module, device: Device, *, vocab_size: int) -> None:
+    """Compute a tiny gradient with a custom model; raise ModelError if it breaks the contract."""
+    if spec.model.custom is None:
+        return
+    with device.autocast():
+        models.expect_runs(
+            spec.model.custom,
+            model,
+            device.device,
+            vocab_size=vocab_size,
+            seq_len=spec.data.seq_len,
+        )
 
 
 def open_corpus(spec: RunSpec, allowed: Allowed | None = None) -> data.Corpus:

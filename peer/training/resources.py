@@ -27,7 +27,7 @@ LEDGER_SNAPSHOTS = 2  # that a coordinator keeps beside the first state, which s
 # before that still goes to the coordinator.
 PEER_BODIES = 4
 # A recovery has bodies under way or waiting for their turn: so many, or so many bytes if that is
-# less. A larger one comes alone (`atoll.peer.recovery.recovery`).
+# less. A larger one comes alone (`atoll.peer.recovery.bodies`).
 BODIES_AHEAD = 6
 BODIES_AHEAD_BYTES = 64 << 20
 # By gossip: the window's result, what both sides decode of each other, and six within the step:
@@ -156,6 +156,8 @@ def resources(
     # is largest, as measured.
     inner = waiting if ranks == spec.topology.stages == 1 else ranks * whole
     recovery = of_ranks + recovery_bytes(method, weights, bodies=bodies)
+    built = FP32 * (weights.layout.numel + weights.frozen)  # in host memory, then on its device
+    recovery_on_gpu = recovery_bytes(method, weights, bodies=bodies, model_bytes=built)
     in_round, in_step = of_ranks + inner - waiting, of_ranks + (ranks - 1) * whole
     return Resources(
         peer_memory=memory_bytes(method, weights, peers=peers, bodies=bodies) + in_round,
@@ -163,7 +165,7 @@ def resources(
         step_memory=in_step
         + step_bytes(spec, method, weights, peers=peers, bodies=bodies, ranks=ranks),
         recovery_memory=recovery + ranks * whole,
-        recovery_memory_on_gpu=recovery,
+        recovery_memory_on_gpu=of_ranks + recovery_on_gpu,
         gpu_memory=whole + _activation_bytes(spec, on_gpu),
         gpu_memory_least=whole + (0 if on_gpu is None else on_gpu.least.more_bytes),
         peer_state=mapped_bytes(method, weights.layout),
@@ -202,17 +204,25 @@ def memory_bytes(method: Method, weights: Weights, *, peers: int, bodies: Sequen
     return PEER_PROCESS_BYTES + waiting_bytes(method, weights) + vector_bytes + frames
 
 
-def recovery_bytes(method: Method, weights: Weights, *, bodies: Sequence[int]) -> int:
+def recovery_bytes(
+    method: Method, weights: Weights, *, bodies: Sequence[int], model_bytes: int = 0
+) -> int:
     """Return the bytes of a peer that fetches a state, beside models and inner state.
 
-    One that has fallen behind still has the state before, and its residual. One that joins has no
-    trainer yet, and applies entries whose bodies come ahead of their turn.
+    One that has fallen behind still has the state before, and its residual. One that joins has a
+    model, but no inner state yet, and applies entries whose bodies come ahead of their turn.
+
+    Args:
+        method: of the run.
+        weights: of the model.
+        bodies: bytes of the update of each fragment.
+        model_bytes: of a model that a joining peer builds here before it moves to its device.
     """
     state, vector = state_bytes(method, weights.layout), FP32 * weights.layout.numel
     behind = 2 * state + (vector if method.residual > 0 else 0)
     longest = max(bodies)
     ahead = min(BODIES_AHEAD * longest, max(BODIES_AHEAD_BYTES, longest))
-    joins = state + _beside(method, weights.layout) + vector + ahead
+    joins = state + _beside(method, weights.layout) + vector + ahead + model_bytes
     return PEER_PROCESS_BYTES + max(behind, joins)
 
 

@@ -46,7 +46,7 @@ from atoll.optim.state.layout import Fragment, Layout, LayoutError
 from atoll.optim.state.places import Places
 from atoll.peer.errors import DataError, SavedStateError
 from atoll.peer.pipeline.workbench import Workbench
-from atoll.peer.training import models, saved
+from atoll.peer.training import saved
 from atoll.peer.training.beside import BesideWaits
 from atoll.peer.training.data import load as data
 from atoll.peer.training.data.prefetch import Prefetched
@@ -62,6 +62,7 @@ from atoll.peer.training.opening import (
     open_corpus,
     open_tokenizer,
     separate_documents,
+    try_model,
     validation,
 )
 from atoll.peer.training.permission import Allowed, by_contents
@@ -168,6 +169,7 @@ class Trainer:
         *,
         corpus: data.Corpus | None = None,
         model: nn.Module | None = None,
+        is_tried: bool = False,
     ) -> None:
         """Open the data, build the model and take the reducer's parameters.
 
@@ -177,6 +179,7 @@ class Trainer:
             options: options of this peer.
             corpus: the data of the run, if already open.
             model: the model of the run, if already built.
+            is_tried: whether a custom model has already computed a gradient on its device.
 
         Raises:
             SetupError: the data, model or device is not usable; the subclass tells which.
@@ -195,7 +198,7 @@ class Trainer:
             model = self._build()
         self.timetable = spec.timetable(len(method.fragments(Layout.of(model))))
         self._stream = self._opened_stream()
-        self.learner = self._learner_of(model, method)
+        self.learner = self._learner_of(model, method, is_tried=is_tried)
         self._reducer = WatchedReducer(
             reducer,
             self._committed,
@@ -280,7 +283,9 @@ class Trainer:
             )
         )
 
-    def _learner_of(self, model: nn.Module, method: Method) -> Learner | StageLearner:
+    def _learner_of(
+        self, model: nn.Module, method: Method, *, is_tried: bool
+    ) -> Learner | StageLearner:
         """Move the model to the device, with its inner optimizer, and try it there."""
         spec, total_steps = self.spec, self.timetable.total_steps
         if isinstance(model, StageModel):
@@ -308,15 +313,9 @@ class Trainer:
             optimizer=method.inner,
             ranks=self._ranks,
         )
-        if spec.model.custom is not None:
-            with self.device.autocast():
-                models.expect_runs(
-                    spec.model.custom,
-                    model,
-                    self.device.device,
-                    vocab_size=self.corpus.tokenizer.vocab_size,
-                    seq_len=spec.data.seq_len,
-                )
+        if not is_tried:
+            vocab_size = self.corpus.tokenizer.vocab_size
+            try_model(spec, model, self.device, vocab_size=vocab_size)
         return whole
 
     def _beside(self) -> BesideWaits | None:

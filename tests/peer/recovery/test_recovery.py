@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
@@ -145,6 +146,37 @@ def test_entries_are_not_applied_beside_a_state_that_is_still_written(
     assert recovered is not None and recovered.entries == 8
     assert len(memories) == 1
     expect_caught_up(log)
+
+
+def test_bodies_come_while_the_state_before_them_is_put_in_place(
+    log: Log, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the link idles while the state is hashed and written."""
+    asked, install = threading.Event(), log.late.install
+
+    class TellsOfBodies(LogSource):
+        async def body(self, position: int, body_bytes: int) -> bytes:
+            asked.set()
+            return await super().body(position, body_bytes)
+
+    def waiting(*given: Any) -> Any:
+        assert asked.wait(10.0)
+        return install(*given)
+
+    monkeypatch.setattr(log.late, "install", waiting)
+    recovered, told = recover(log, donor(log, "a", kind=TellsOfBodies))
+    assert recovered is not None and recovered.snapshot_position == 6 and told == []
+    expect_caught_up(log)
+
+
+def test_a_body_that_nobody_gives_leaves_the_state_that_came(log: Log) -> None:
+    class GivesNoBody(LogSource):
+        async def body(self, position: int, body_bytes: int) -> bytes:
+            raise PeerUnreachable("it is gone")
+
+    with pytest.raises(NoDonor):
+        recover(log, donor(log, "a", kind=GivesNoBody))
+    assert log.late.position == 6
 
 
 def test_what_a_recovery_left_in_the_heap_goes_back(

@@ -11,7 +11,7 @@ from atoll.optim.state.outer_state import OuterState
 from atoll.peer.daemon.consent import needs_of
 from atoll.peer.lab.advice import as_run
 from atoll.peer.lab.plan import PlanError, bare_model, needed
-from atoll.peer.recovery import recovery
+from atoll.peer.recovery import bodies as of_recovery
 from atoll.peer.training.resources import (
     BODIES_AHEAD,
     BODIES_AHEAD_BYTES,
@@ -80,7 +80,8 @@ def test_a_peer_that_leaps_holds_two_states():
     spec = spec_of("diloco(feedback=0, codec=int4)", "30m")
     model = bare_model(spec)
     needs, numel = needed(spec, model, 2), Layout.of(model).numel
-    assert needs.host_memory(on_gpu=True) == PEER_PROCESS_BYTES + 16 * numel
+    # One that joins has one, the update, its model on the way to the device, and bodies.
+    assert needs.host_memory(on_gpu=True) == PEER_PROCESS_BYTES + 16 * numel + BODIES_AHEAD_BYTES
     assert needs.recovery_memory == PEER_PROCESS_BYTES + 32 * numel
     assert needs.host_memory(on_gpu=False) >= needs.recovery_memory > needs.peer_memory
     keeps_it = needed(spec_of("diloco", "30m"), model, 2)
@@ -88,7 +89,7 @@ def test_a_peer_that_leaps_holds_two_states():
 
 
 def test_a_peer_that_joins_has_bodies_that_come_ahead():
-    ahead = (recovery.BODIES_AHEAD, recovery.BODIES_AHEAD_BYTES)
+    ahead = (of_recovery.BODIES_AHEAD, of_recovery.BODIES_AHEAD_BYTES)
     assert (BODIES_AHEAD, BODIES_AHEAD_BYTES) == ahead
     spec = spec_of("diloco(state=bf16)", "nano")
     weights = Weights.of(spec.method(), bare_model(spec))

@@ -8,8 +8,8 @@ import pytest
 from atoll.dht.testing.memory import run_virtual
 from atoll.dht.transport import PeerUnreachable
 from atoll.optim.log.entry import Elector, Entry, Member, Part
-from atoll.peer.recovery import recovery
-from atoll.peer.recovery.recovery import BODIES_AHEAD, Bodies
+from atoll.peer.recovery import bodies
+from atoll.peer.recovery.bodies import BODIES_AHEAD, Bodies
 from atoll.peer.recovery.sources import Donor
 from atoll.peer.rounds.messages import Head
 
@@ -134,7 +134,7 @@ def test_who_was_not_beyond_an_entry_is_not_asked_for_it():
 
 
 def test_large_bodies_are_fetched_one_at_a_time(monkeypatch):
-    monkeypatch.setattr(recovery, "BODIES_AHEAD_BYTES", 250)
+    monkeypatch.setattr(bodies, "BODIES_AHEAD_BYTES", 250)
 
     async def main(num_bytes):
         source = SlowSource(name="x")

@@ -240,7 +240,7 @@ class Follower:
         return False
 
 
-def test_a_peer_without_the_coordinator_asks_nodes_as_a_stranger_now_and_then():
+def test_a_peer_without_the_coordinator_asks_nodes_now_and_then():
     """Once its admission has expired, no peer answers it."""
 
     async def main():

@@ -85,7 +85,7 @@ class FactorReducer:
         whole = self._first.arrived(member) == self.part.num_cells
         (self._second if whole else self._first).add(member, frame)
 
-    def add_all(self, member: int, cells: memoryview | Sequence[bytes]) -> None:
+    def add_all(self, member: int, cells: memoryview | Sequence[Bytes]) -> None:
         """Add the next frames of `member`; raise as `PartReducer.add_all`."""
         if member not in self._incoming:
             return

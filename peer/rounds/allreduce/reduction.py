@@ -296,7 +296,7 @@ class PartReducer:
             return
         self._add_frames(member, [frame])
 
-    def add_all(self, member: int, cells: memoryview | Sequence[bytes]) -> None:
+    def add_all(self, member: int, cells: memoryview | Sequence[Bytes]) -> None:
         """Add the next cells of `member`, as frames or as the message that holds them.
 
         Raises:
@@ -565,9 +565,7 @@ class FrameBuffer:
         self._next += len(frames)
         return frames
 
-    def frames_of(
-        self, cells: memoryview | Sequence[bytes]
-    ) -> Sequence[bytes] | Sequence[memoryview]:
+    def frames_of(self, cells: memoryview | Sequence[Bytes]) -> Sequence[Bytes]:
         """Return frames as they are, or those that a message completes; raise as `feed`."""
         return self.feed(memoryview(cells)) if isinstance(cells, memoryview) else cells
 

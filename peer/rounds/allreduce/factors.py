@@ -80,7 +80,7 @@ class FactorReducer:
         """Return of how many cells both frames of `member` have arrived."""
         return self._second.arrived(member)
 
-    def add(self, member: int, frame: bytes | memoryview) -> None:
+    def add(self, member: int, frame: Bytes) -> None:
         """Add the next frame of `member`; raise as `PartReducer.add`."""
         whole = self._first.arrived(member) == self.part.num_cells
         (self._second if whole else self._first).add(member, frame)

@@ -407,9 +407,13 @@ class Codec(ABC):
 
     def _seal_rows(self, frames_RB: Tensor, dims: Dims) -> list[bytes]:
         """Return the frames whose payloads are written; rows of a multiple of 8 bytes, CPU."""
-        rows = frames_RB.numpy()
-        rows[:, :HEADER_BYTES] = self._heads_of_rows(frames_RB[:, HEADER_BYTES:], dims)
-        return [row.tobytes() for row in rows]
+        self._put_heads(frames_RB, dims)
+        return [row.tobytes() for row in frames_RB.numpy()]
+
+    def _put_heads(self, frames_RB: Tensor, dims: Dims) -> None:
+        """Complete the frames whose payloads are written; rows of a multiple of 8 bytes, CPU."""
+        heads = self._heads_of_rows(frames_RB[:, HEADER_BYTES:], dims)
+        frames_RB.numpy()[:, :HEADER_BYTES] = heads
 
     def _open_rows(self, frames: Sequence[Frame], dims: Dims) -> Tensor:
         """Check frames as `_open` does; return their payloads, a row each."""

@@ -399,17 +399,23 @@ class Int8(BlockCodec):
         """Return whether `encode_in_steps` takes rows of this shape."""
         return dims == (TILE,) and self.wire_bytes(TILE) % 8 == 0
 
-    def encode_in_steps(self, num_rows: int, at_once: int, load: Load, done: Done) -> list[bytes]:
-        """Return the frames of rows of a tile each, as `encode_rows` does, on a CPU.
+    def encode_in_steps(self, frames_RB: Tensor, at_once: int, load: Load, done: Done) -> None:
+        """Write the frames of rows of a tile each, those of `encode_rows`, on a CPU.
 
         Rows are taken `at_once`, so that each pass over them, the codec's and the caller's, finds
         them in cache. Short calls and views are made for all rows together: between passes that
         stream through the cache they cost more than what they do.
 
+        Args:
+            frames_RB: where frames are written: uint8, R rows of `wire_bytes(TILE)` side by side.
+            at_once: rows of a step; the last step may have fewer.
+            load: gives the values of a step.
+            done: takes them again, with what they decode to.
+
         Raises:
             CodecError: as `encode`; then `done` has not been called.
         """
-        frames_RB = room("frames", (num_rows, self.wire_bytes(TILE)), CPU, torch.uint8)
+        num_rows = len(frames_RB)
         sections = [2 * TILE // self.block, TILE]
         scales_RB, codes_RN = torch.split(frames_RB[:, HEADER_BYTES:], sections, dim=1)
         x_RN = room("loaded", (num_rows, TILE), CPU, torch.float32)
@@ -423,7 +429,7 @@ class Int8(BlockCodec):
         self._write_rows_in_steps(
             x_RN, factors_B1, scales_B1, codes_RN.view(torch.int8), at_once, done
         )
-        return self._seal_rows(frames_RB, (TILE,))
+        self._put_heads(frames_RB, (TILE,))
 
     def _load_steps(self, x_RN: Tensor, peaks_B1: Tensor, at_once: int, load: Load) -> None:
         """Load values, and store the peaks of their blocks."""

@@ -1,14 +1,18 @@
 """Pieces of a round alone in this process: their time on one thread and on two, and their memory.
 
 One piece after another, each with only the vectors that it needs, in inference mode as a peer runs
-them. Each takes turns with a copy by torch on as many threads.
+them. Each takes turns with a copy by torch on as many threads. All are timed once more beside
+threads that have called torch, as a peer's are: libgomp then counts more threads than processors,
+and lets those that wait for the next call sleep.
 """
 
 import argparse
 import math
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +31,7 @@ from atoll.peer.lab.advice import as_run
 REPEATS = 9
 WEIGHT = 3.0  # of a contribution: by 1, a product might be saved
 THREADS = (1, 2)
+OTHERS = 3  # threads beside: of a peer, at least apply, reduction and the settling of a round
 NOISE = 1 << 24  # values drawn; longer vectors repeat them, since a billion draws take 10 s
 COPIED = 50_000_000  # values: no cache holds them, and two such vectors take 0.4 GB
 
@@ -62,7 +67,28 @@ def _all_pieces(params: str, options: argparse.Namespace) -> list[Facts]:
             replay = Replay(method, Layout(names=("w",), shapes=((numel,),)))
             for name, make in MAKERS.items():
                 rows += timed(name, make, replay)
+            with others():
+                for name, make in MAKERS.items():
+                    rows += timed(f"{name}, beside", make, replay)
     return rows
+
+
+@contextmanager
+def others() -> Iterator[None]:
+    """Keep threads beside this one, each of which has called torch on several threads."""
+    met = threading.Barrier(OTHERS + 1)
+
+    def call() -> None:
+        torch.set_num_threads(max(THREADS))
+        torch.ones(NOISE).add_(1.0)
+        met.wait()
+
+    with ThreadPoolExecutor(OTHERS) as threads:
+        calls = [threads.submit(call) for _ in range(OTHERS)]
+        met.wait()
+        for each in calls:
+            each.result()
+        yield
 
 
 def timed(name: str, make: Callable[[Replay], Piece], replay: Replay) -> list[Facts]:
@@ -182,13 +208,13 @@ def peak_bytes() -> int:
 def piece_table(rows: list[Facts]) -> list[str]:
     """Format the rows of pieces."""
     lines = [
-        f"{'params':>13} {'threads':>8} {'piece':12}{'ns/param':>10}{'x copy of read':>16}"
+        f"{'params':>13} {'threads':>8} {'piece':18}{'ns/param':>10}{'x copy of read':>16}"
         f"{'of read + written':>19}{'B/param held':>14}"
     ]
     for row in (r for r in rows if "piece" in r):
         held = row.get("held_per_param", math.nan)  # rows saved before had none
         lines.append(
-            f"{row['params']:13,} {row['threads']:8} {row['piece']:12}{row['ns_per_param']:10.2f}"
+            f"{row['params']:13,} {row['threads']:8} {row['piece']:18}{row['ns_per_param']:10.2f}"
             f"{row['copies']:16.2f}{row['copies_moved']:19.2f}{held:14.1f}"
         )
     return lines

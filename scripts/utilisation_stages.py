@@ -27,6 +27,7 @@ from atoll.coordinator.run.spec import RunSpec
 from atoll.optim import inner
 from atoll.optim.log.replica import Replay
 from atoll.optim.reducer import Commit, Contribution, Settle
+from atoll.optim.reduction.cells import Bytes
 from atoll.optim.state.layout import Layout
 from atoll.optim.state.outer_state import OuterState
 from atoll.optim.state.updates import Update, joined
@@ -109,7 +110,7 @@ class Rounds:
             for start, stop in itertools.pairwise(cuts)
         ]
 
-    def _frames_of_another(self) -> tuple[bytes, ...]:
+    def _frames_of_another(self) -> tuple[Bytes, ...]:
         other = self.replay.residual(0)
         return other.offer(NOISE * torch.randn(self.cells.numel), WEIGHT).frames
 

@@ -32,6 +32,7 @@ from atoll.optim.ranks.placing import RankPlaces
 from atoll.optim.ranks.ranks import Message, Ranks, RanksError
 from atoll.optim.ranks.residuals import RemoteResidual, Settlement
 from atoll.optim.reducer import AS_PLANNED, Commit, Contribution, Course, Reducer, Residual, Settle
+from atoll.optim.reduction.cells import Bytes
 from atoll.optim.reduction.contribution import Feedback, Offer
 from atoll.optim.schedules import Stair, Timetable
 from atoll.optim.state.layout import Fragment, Layout
@@ -421,7 +422,7 @@ class RankReducer(Reducer):
         return self.method.reduction == "low-rank"
 
 
-def _joined(frames: Sequence[bytes]) -> Tensor:
+def _joined(frames: Sequence[Bytes]) -> Tensor:
     """Return bytes one after another, copied once."""
     data = bytearray().join(frames)
     return torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)

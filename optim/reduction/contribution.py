@@ -48,6 +48,7 @@ from atoll.compression.scratch import TILE, room, tiles_at_once
 from atoll.compression.sparse import Sparse, SparseCodec
 from atoll.optim.reduction.cells import (
     SHORT,
+    Bytes,
     Sent,
     encode_sent,
     sent_in,
@@ -287,8 +288,8 @@ class Offer:
     weight: float
     """w of x = delta + beta g / w; 0 sends delta alone and leaves g."""
 
-    frames: tuple[bytes, ...]
-    """Codec frames, one a piece."""
+    frames: tuple[Bytes, ...]
+    """Codec frames, one a piece; views of one memory where a pass writes many."""
 
     squares: tuple[float, ...]
     """Sum of squares of d, one a piece."""
@@ -395,14 +396,18 @@ class Feedback:
             return self._offer(delta, weight)
 
     def _offer(self, delta: Tensor | Difference, weight: float) -> Offer:
-        frames, squares = [b""] * len(self.pieces), [0.0] * len(self.pieces)
+        frames: list[Bytes] = [b""] * len(self.pieces)
+        squares = [0.0] * len(self.pieces)
         chosen: list[tuple[slice, TopK, Sparse]] = []
         after_N = self._room_after(delta) if self._keeps(weight) else None
+        room_for_frames = vectors.buffer(0 if after_N is None else self._bytes_in_steps())
         for batch, codec in self._batches:
             pieces, cut = self.pieces[batch], self._values(batch)
             if after_N is not None and self._goes_in_steps(codec, pieces[0]):
-                of_pieces = self._encode_in_steps(codec, pieces, delta, cut, weight, after_N)
-                frames[batch], squares[batch] = of_pieces
+                of_batch = len(pieces) * codec.wire_bytes(TILE)
+                written, room_for_frames = room_for_frames[:of_batch], room_for_frames[of_batch:]
+                squares[batch] = self._encode_in_steps(codec, written, delta, cut, weight, after_N)
+                frames[batch] = _rows_of(written, len(pieces))
                 continue
             x = self._with_residual(delta, cut, weight)
             # Top-k is selected now, while x is in scratch; the selections are encoded below, many
@@ -438,16 +443,26 @@ class Feedback:
         on_cpu = self._device == CPU
         return on_cpu and isinstance(codec, Int8) and codec.goes_in_steps(dims)
 
+    def _bytes_in_steps(self) -> int:
+        """Return the length of all frames that are encoded in steps."""
+        return sum(
+            (batch.stop - batch.start) * codec.wire_bytes(TILE)
+            for batch, codec in self._batches
+            if self._goes_in_steps(codec, self.pieces[batch.start])
+        )
+
     def _encode_in_steps(
         self,
         codec: Int8,
-        pieces: Sequence[Dims],
+        frames: memoryview,
         delta: Tensor | Difference,
         cut: slice,
         weight: float,
         after_N: Tensor,
-    ) -> tuple[list[bytes], list[float]]:
-        """Encode the pieces of a batch, and write their residual; return frames and squares."""
+    ) -> list[float]:
+        """Write the frames of a batch, side by side, and its residual; return squares."""
+        num_pieces = (cut.stop - cut.start) // TILE
+        frames_RB = torch.frombuffer(frames, dtype=torch.uint8).view(num_pieces, -1)
         at_once, share = tiles_at_once(), self.beta / weight
         numel = at_once * TILE
         old, new = torch.split(self.mass_N[cut], numel), torch.split(after_N[cut], numel)
@@ -463,16 +478,17 @@ class Feedback:
             torch.linalg.vector_norm(sent.view(-1, SHORT), 2, dim=1, out=of_steps[step])
             torch.mul(torch.sub(x, sent, out=sent), weight, out=new[step])
 
-        frames = codec.encode_in_steps(len(pieces), at_once, load, done)
+        codec.encode_in_steps(frames_RB, at_once, load, done)
         if squarable(norms):
-            return frames, squares_of(norms, len(pieces))
-        return frames, sent_in(codec, frames, pieces).squares(pieces)
+            return squares_of(norms, num_pieces)
+        pieces = [(TILE,)] * num_pieces
+        return sent_in(codec, _rows_of(frames, num_pieces), pieces).squares(pieces)
 
     def _encode_chosen(
         self,
         chosen: Sequence[tuple[slice, TopK, Sparse]],
         weight: float,
-        frames: list[bytes],
+        frames: list[Bytes],
         squares: list[float],
         after_N: Tensor | None,
     ) -> None:
@@ -606,6 +622,12 @@ def _some_of(delta: Tensor | Difference, run: slice, out: Tensor) -> Tensor:
         return delta[run]
     delta.write_(run, out)
     return out
+
+
+def _rows_of(frames: memoryview, num_rows: int) -> list[memoryview]:
+    """Split frames of one length that lie side by side."""
+    length, whole = len(frames) // num_rows, frames.toreadonly()
+    return [whole[at : at + length] for at in range(0, len(frames), length)]
 
 
 def _add(mass: Tensor, lost: Update) -> None:

@@ -701,7 +701,7 @@ def encode_batch(codec: Codec, values: Tensor, pieces: Sequence[Dims]) -> list[b
     return codec.encode_rows(values.view(len(pieces), -1))
 
 
-def decode_pieces(codec: Codec, frames: Sequence[bytes], pieces: Sequence[Dims]) -> Tensor:
+def decode_pieces(codec: Codec, frames: Sequence[Frame], pieces: Sequence[Dims]) -> Tensor:
     """Decode the frames of `encode_pieces`.
 
     Returns:

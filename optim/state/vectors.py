@@ -13,6 +13,7 @@ than memory is worth give back neither.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import math
 import mmap
@@ -36,6 +37,7 @@ SHORT_SPARE = 4.0  # the same while windows are short: all that a round frees
 # what the heap had. With windows of 0.7 s that was a third of all processor time.
 LEAST_WINDOW_S, LEAST_WINDOW_NS_PER_VALUE = 5.0, 70
 
+_LARGE_PAGES: int | None = getattr(mmap, "MADV_HUGEPAGE", None)  # Linux
 _trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
 _spare: dict[int, deque[np.ndarray]] = {}
 """by length, the length that was asked for last at the end"""
@@ -98,14 +100,19 @@ def empty(numel: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 def buffer(num_bytes: int) -> memoryview:
-    """Return bytes that go back to the system with the last view of them.
+    """Return zeros that go back to the system with the last view of them.
 
     The heap keeps what a body left: bodies of some megabytes lie between smaller things there.
-    Pages that nobody writes to take no memory.
+    Pages that nobody writes to take no memory. They are large where the system has such pages: a
+    first write to each of 4 KiB took 2 us, measured on an EPYC, half a nanosecond a byte.
     """
     if num_bytes < 4 * LONG:
         return memoryview(bytearray(num_bytes))
-    return memoryview(mmap.mmap(-1, num_bytes))
+    memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if _LARGE_PAGES is not None:
+        with contextlib.suppress(OSError):  # a kernel without them
+            memory.madvise(_LARGE_PAGES)
+    return memoryview(memory)
 
 
 def cat(parts: Sequence[Tensor]) -> Tensor:

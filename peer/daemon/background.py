@@ -6,28 +6,44 @@ less. Tensors made here must not be changed in place elsewhere, which torch refu
 
 from __future__ import annotations
 
+import ctypes
 import os
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 
 import torch
 
 NICENESS = 10  # a tenth of a contended core; at 5, inner steps ended as late as at 0
 MOST = 19  # the highest niceness of Linux
+# Of torch, in a thread whose calls are short: with so few, one is as fast. OpenMP's threads sleep
+# between calls when all threads of the process that call torch have more than there are processors.
+FEW = 2
+_set_threads = getattr(ctypes.CDLL(None), "omp_set_num_threads", None)
 _thread = threading.local()
 
 
-def background_threads(count: int, name: str) -> ThreadPoolExecutor:
-    """Return a pool of threads of lower priority."""
-    return ThreadPoolExecutor(count, thread_name_prefix=name, initializer=_begin)
+def background_threads(count: int, name: str, *, short_calls: bool = False) -> ThreadPoolExecutor:
+    """Return a pool of threads of lower priority.
+
+    Args:
+        count: threads of the pool.
+        name: begins the name of each.
+        short_calls: call torch on one thread where it has few: its calls take some 100 us each.
+    """
+    begin = partial(_begin, short_calls=short_calls)
+    return ThreadPoolExecutor(count, thread_name_prefix=name, initializer=begin)
 
 
-def _begin() -> None:
+def _begin(*, short_calls: bool) -> None:
     _thread.without_gradients = torch.inference_mode()
     _thread.without_gradients.__enter__()
     _yield_to_others()
+    if short_calls and torch.get_num_threads() <= FEW and _set_threads is not None:
+        # Of this thread alone. `torch.set_num_threads` sets the number of threads to come as well.
+        _set_threads(1)
 
 
 def _yield_to_others() -> None:

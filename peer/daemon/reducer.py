@@ -402,7 +402,7 @@ class NetworkReducer(RunReducer):
         self._room = vectors.OnceAWindow()
         self._offers: dict[int, Offered] = {}
         """Contributions on offer, by fragment."""
-        self._encoder = background_threads(1, "atoll-encode")
+        self._encoder = background_threads(1, "atoll-encode", short_calls=True)
         """One thread, which reads and changes the residuals in the order in which it is asked."""
         self._settling: deque[Future[None]] = deque()
         self._codec: str | None = None

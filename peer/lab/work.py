@@ -102,7 +102,7 @@ def _logged(method: Method) -> Work:
     )
 
 
-def _by_parts_s(method: Method, fragment: Fragment, frames: Sequence[bytes]) -> dict[str, float]:
+def _by_parts_s(method: Method, fragment: Fragment, frames: Sequence[Bytes]) -> dict[str, float]:
     cells = cells_of(method, fragment)
     part = PartRange(start_cell=0, stop_cell=len(cells), cells=cells)
     one, two = (_owner_s(part, [frames] * members) for members in (1, 2))
@@ -115,18 +115,18 @@ def _by_parts_s(method: Method, fragment: Fragment, frames: Sequence[bytes]) -> 
     }
 
 
-def _owner_s(part: PartRange, frames: Sequence[Sequence[bytes]]) -> float:
+def _owner_s(part: PartRange, frames: Sequence[Sequence[Bytes]]) -> float:
     return _value_s(part.cells.fragment, lambda: reduced(part, frames))
 
 
-def _receiver_s(part: PartRange, frames: Sequence[Sequence[bytes]]) -> float:
+def _receiver_s(part: PartRange, frames: Sequence[Sequence[Bytes]]) -> float:
     owner = reduced(part, frames)
     messages, (_, done) = list(batches(owner.frames, PIECE_BYTES)), owner.done(0, 0)
     members = len(frames)
     return _value_s(part.cells.fragment, lambda: received(part, messages, done, members))
 
 
-def reduced(part: PartRange, frames: Sequence[Sequence[bytes]]) -> PartReducer:
+def reduced(part: PartRange, frames: Sequence[Sequence[Bytes]]) -> PartReducer:
     """Return an owner that has added all members' chunks of a part, message by message in turn."""
     share = Share(weight=WEIGHT, clip=1.0, norm=math.inf)
     owner = PartReducer(part=part, shares={member: share for member in range(len(frames))})

@@ -173,7 +173,9 @@ def test_int8_rows_in_steps_are_the_frames_of_all_and_what_they_decode_to(at_onc
         x.zero_()
         sent.zero_()
 
-    frames = codec.encode_in_steps(5, at_once, load, done)
+    frames_RB = torch.empty((5, codec.wire_bytes(TILE)), dtype=torch.uint8)
+    codec.encode_in_steps(frames_RB, at_once, load, done)
+    frames = [row.tobytes() for row in frames_RB.numpy()]
     assert frames == codec.encode_rows(x_RN)
     assert loaded == {1: [1] * 5, 3: [3, 2], 16: [5]}[at_once]
     out_RN = torch.empty(5, TILE)
@@ -189,8 +191,10 @@ def test_a_row_in_steps_that_is_not_finite_is_refused_before_any_is_done(value):
     def done(step, x, sent):
         pytest.fail("expected no step to be done")
 
+    codec = parse("int8")
+    frames_RB = torch.empty((3, codec.wire_bytes(TILE)), dtype=torch.uint8)
     with pytest.raises(CodecError, match="NaN or infinity"):
-        parse("int8").encode_in_steps(3, 1, load, done)
+        codec.encode_in_steps(frames_RB, 1, load, done)
 
 
 def test_rows_are_encoded_and_decoded_at_once_as_one_after_the_other():

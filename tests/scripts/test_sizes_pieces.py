@@ -18,7 +18,8 @@ def test_each_piece_is_timed_on_one_thread_and_on_two(monkeypatch):
     assert [(row["params"], row["piece"], row["threads"]) for row in rows] == [
         (params, piece, threads)
         for params in (70_000, 140_000)
-        for piece in ("apply", "root", "residual")
+        for beside in ("", ", beside")
+        for piece in (f"apply{beside}", f"root{beside}", f"residual{beside}")
         for threads in (1, 2)
     ]
     assert all(row["ns_per_param"] > 0 and row["copies"] > 0 for row in rows)
@@ -35,7 +36,7 @@ def test_a_copy_of_fewer_values_counts_by_the_value(monkeypatch):
 
     monkeypatch.setattr(sizes_pieces, "fastest_s", fastest_s)
     rows = sizes_pieces.all_pieces("100000", Namespace(method="diloco", inner_steps=2))
-    assert copied == [[read, 1_000] for read in (12, 12, 8, 8, 8, 8)]
+    assert copied == [[read, 1_000] for read in (12, 12, 8, 8, 8, 8) * 2]
     assert rows[0]["copies"] == pytest.approx(1.0)  # 300 copies of a hundredth, of 4 bytes each
     assert rows[0]["copies_moved"] == pytest.approx(1.2)
     assert rows[-1]["copies"] == pytest.approx(1.5)

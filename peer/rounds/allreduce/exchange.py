@@ -26,7 +26,7 @@ from atoll.dht.refusals import RefusalCode
 from atoll.dht.tasks import Tasks, end
 from atoll.dht.transport import DeadlineExceeded, Refused, Stream, TransportError
 from atoll.optim.log.entry import MalformedRecord
-from atoll.optim.reduction.cells import LENGTH, Cells
+from atoll.optim.reduction.cells import LENGTH, Bytes, Cells
 from atoll.optim.reduction.lowrank import LowRankCells
 from atoll.peer.rounds import notices
 from atoll.peer.rounds.allreduce.eager import EagerSlot, furthest_upfront, not_upfront
@@ -70,7 +70,7 @@ def expected_plan(ctx: Context, position: int) -> Plan | None:
     return Plan(epoch=ctx.replica.epoch, position=position, parts=parts)
 
 
-def begin_upfront(ctx: Context, ready: Ready, codes: Sequence[bytes]) -> UpfrontCodes | None:
+def begin_upfront(ctx: Context, ready: Ready, codes: Sequence[Bytes]) -> UpfrontCodes | None:
     """Begin to send a contribution to its expected owners; return None if that is useless."""
     plan = expected_plan(ctx, ready.position)
     if plan is None or not ready.report.weight or ready.term:
@@ -211,7 +211,7 @@ QUIET_S = 0.5
 
 
 def exchange_of(
-    ctx: Context, group: Group, codes: Sequence[bytes], upfront: UpfrontCodes | None
+    ctx: Context, group: Group, codes: Sequence[Bytes], upfront: UpfrontCodes | None
 ) -> Exchange:
     """Begin the all-reduce of a group, in rows if that saves time and the update is a sum.
 
@@ -231,7 +231,7 @@ class Exchange:
         self,
         ctx: Context,
         group: Group,
-        codes: Sequence[bytes],
+        codes: Sequence[Bytes],
         upfront: UpfrontCodes | None = None,
         rows: Rows | None = None,
     ) -> None:

@@ -80,12 +80,12 @@ class FactorReducer:
         """Return of how many cells both frames of `member` have arrived."""
         return self._second.arrived(member)
 
-    def add(self, member: int, frame: bytes | memoryview) -> None:
+    def add(self, member: int, frame: Bytes) -> None:
         """Add the next frame of `member`; raise as `PartReducer.add`."""
         whole = self._first.arrived(member) == self.part.num_cells
         (self._second if whole else self._first).add(member, frame)
 
-    def add_all(self, member: int, cells: memoryview | Sequence[bytes]) -> None:
+    def add_all(self, member: int, cells: memoryview | Sequence[Bytes]) -> None:
         """Add the next frames of `member`; raise as `PartReducer.add_all`."""
         if member not in self._incoming:
             return

@@ -285,7 +285,7 @@ class PartReducer:
         """Return how many cells of `member` have arrived."""
         return self._arrived.get(member, 0)
 
-    def add(self, member: int, frame: bytes | memoryview) -> None:
+    def add(self, member: int, frame: Bytes) -> None:
         """Add the next cell of `member`.
 
         Raises:
@@ -296,7 +296,7 @@ class PartReducer:
             return
         self._add_frames(member, [frame])
 
-    def add_all(self, member: int, cells: memoryview | Sequence[bytes]) -> None:
+    def add_all(self, member: int, cells: memoryview | Sequence[Bytes]) -> None:
         """Add the next cells of `member`, as frames or as the message that holds them.
 
         Raises:
@@ -374,7 +374,7 @@ class PartReducer:
         self._last = min(self._live, key=self._arrived.__getitem__, default=-1)
         return self._arrived[self._last] if self._last >= 0 else self.part.num_cells
 
-    def _add_frames(self, member: int, frames: Sequence[bytes | memoryview]) -> None:
+    def _add_frames(self, member: int, frames: Sequence[Bytes]) -> None:
         """Add the next cells of a member, in runs that are decoded together."""
         first, start = self._arrived[member], self.part.start_cell
         if first + len(frames) > self.part.num_cells:
@@ -383,7 +383,7 @@ class PartReducer:
             taken = frames[run.start - start - first : run.stop - start - first]
             self._add_run(member, taken, sent)
 
-    def _add_run(self, member: int, frames: Sequence[bytes | memoryview], sent: Sent) -> None:
+    def _add_run(self, member: int, frames: Sequence[Bytes], sent: Sent) -> None:
         first, share = self._arrived[member], self._shares[member]
         self._check_norm(member, sent)
         if self._sparse is not None:
@@ -454,7 +454,7 @@ class PartReducer:
         self._rejected_squares += float((mean_N - kept_N).square().sum())
         mean_N.copy_(kept_N)
 
-    def _decode(self, index: int, frame: bytes | memoryview) -> Tensor:
+    def _decode(self, index: int, frame: Bytes) -> Tensor:
         return self.part.cells.decode_sent(self.part.start_cell + index, frame)
 
     def _values(self, vector_N: Tensor, first: int, stop: int | None = None) -> Tensor:
@@ -565,9 +565,7 @@ class FrameBuffer:
         self._next += len(frames)
         return frames
 
-    def frames_of(
-        self, cells: memoryview | Sequence[bytes]
-    ) -> Sequence[bytes] | Sequence[memoryview]:
+    def frames_of(self, cells: memoryview | Sequence[Bytes]) -> Sequence[Bytes]:
         """Return frames as they are, or those that a message completes; raise as `feed`."""
         return self.feed(memoryview(cells)) if isinstance(cells, memoryview) else cells
 

@@ -128,7 +128,7 @@ async def send_paced(
 class ExchangeState:
     """One group's all-reduce as one of its members holds it."""
 
-    def __init__(self, ctx: Context, group: Group, codes: Sequence[bytes]) -> None:
+    def __init__(self, ctx: Context, group: Group, codes: Sequence[Bytes]) -> None:
         self.ctx = ctx
         self.group = group
         self.digest = group.digest
@@ -192,7 +192,7 @@ class ExchangeState:
         """
         return self._rooms.pop(part, None)
 
-    async def my_codes(self, part: int) -> Sequence[bytes]:
+    async def my_codes(self, part: int) -> Sequence[Bytes]:
         """Return this peer's frames of a part; of low-rank cells, the frames of P."""
         plan = self.group.parts[part]
         if self.factors is None:
@@ -265,7 +265,7 @@ class UpfrontCodes:
     same owner first.
     """
 
-    def __init__(self, ctx: Context, plan: Plan, codes: Sequence[bytes], norm: float) -> None:
+    def __init__(self, ctx: Context, plan: Plan, codes: Sequence[Bytes], norm: float) -> None:
         """Begin to send.
 
         Args:
@@ -453,7 +453,7 @@ class Sender:
         )
         await stream.send(tagged(REDUCE, head), timeout_s=state.group.stall_s)
 
-    async def _send_frames(self, stream: Stream, frames: Sequence[bytes], first: int) -> int:
+    async def _send_frames(self, stream: Stream, frames: Sequence[Bytes], first: int) -> int:
         """Send frames from message number `first` on; return the number of the next message."""
         messages = batches(map(pack, frames), PACED_BYTES)
         return await self._state.send_paced(stream, messages, first, CODES)
@@ -532,7 +532,7 @@ class Arrival:
     """Cells of a member on their way into the reduction."""
 
     member: int
-    cells: memoryview | Sequence[bytes]
+    cells: memoryview | Sequence[Bytes]
     """a message, or frames"""
     error: CodecError | CellRefused | None = None
 
@@ -580,7 +580,7 @@ class OwnedPart:
         """Return those of `members` that the part has to do without; here all of them."""
         return members
 
-    async def add(self, member: int, cells: memoryview | Sequence[bytes]) -> None:
+    async def add(self, member: int, cells: memoryview | Sequence[Bytes]) -> None:
         """Add a message or frames; one job takes all that arrived while the last one ran.
 
         Raises:

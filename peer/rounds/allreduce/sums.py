@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from atoll.compression import CodecError
+from atoll.optim.reduction.cells import Bytes
 from atoll.peer.rounds.allreduce.reduction import (
     NORM_SLACK,
     CellRefused,
@@ -143,7 +144,7 @@ class TreeReducer(PartReducer):
         if not self.is_covered(member):
             super().drop(member)
 
-    def _add_frames(self, member: int, frames: Sequence[bytes | memoryview]) -> None:
+    def _add_frames(self, member: int, frames: Sequence[Bytes]) -> None:
         """Add the next cells that a member sends itself, except those that sums hold."""
         direct = self._direct.get(member)
         if direct is None:

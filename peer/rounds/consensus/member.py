@@ -37,6 +37,7 @@ from atoll.dht.refusals import RefusalCode
 from atoll.dht.tasks import beside, end, race
 from atoll.dht.transport import RELAY_LOST, Refused, Stream, TransportError
 from atoll.optim.log.entry import Elector, MalformedRecord
+from atoll.optim.reduction.cells import Bytes
 from atoll.optim.reduction.contribution import Offer
 from atoll.peer.rounds import notices
 from atoll.peer.rounds.allreduce.exchange import Exchange, begin_upfront, exchange_of
@@ -404,7 +405,7 @@ async def join(
     leader: str,
     open_line: Callable[[], Awaitable[Stream]],
     ready: Ready,
-    codes: Sequence[bytes],
+    codes: Sequence[Bytes],
     on_exchange: Callable[[Exchange], None],
     ended: bytes = b"",
 ) -> None:

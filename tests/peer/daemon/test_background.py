@@ -3,8 +3,10 @@ import sys
 import threading
 
 import pytest
+import torch
 
-from atoll.peer.daemon.background import MOST, NICENESS, background_threads
+from atoll.peer.daemon import background
+from atoll.peer.daemon.background import FEW, MOST, NICENESS, background_threads
 
 
 def niceness() -> int:
@@ -24,3 +26,21 @@ def test_background_threads_are_named():
     with background_threads(1, "atoll-test") as threads:
         name = threads.submit(lambda: threading.current_thread().name).result()
     assert name.startswith("atoll-test")
+
+
+@pytest.mark.skipif(background._set_threads is None, reason="torch has another OpenMP, or none")
+@pytest.mark.parametrize(
+    ("process_has", "short_calls", "expected"),
+    [(FEW, True, 1), (FEW, False, FEW), (FEW + 1, True, FEW + 1)],
+)
+def test_short_calls_take_one_thread_where_there_are_few(process_has, short_calls, expected):
+    before = torch.get_num_threads()
+    torch.set_num_threads(process_has)
+    try:
+        with background_threads(1, "atoll-test", short_calls=short_calls) as threads:
+            assert threads.submit(torch.get_num_threads).result() == expected
+        with background_threads(1, "atoll-test") as threads:
+            assert threads.submit(torch.get_num_threads).result() == process_has
+        assert torch.get_num_threads() == process_has
+    finally:
+        torch.set_num_threads(before)

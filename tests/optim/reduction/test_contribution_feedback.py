@@ -16,6 +16,7 @@ from atoll.optim.state.layout import (
     piece_slices,
     tiled,
 )
+from atoll.optim.state.vectors import joined_bytes
 
 NUM_CELLS = 3
 N = 2 * CELL + 1_000
@@ -153,6 +154,12 @@ def test_beta_decays_the_residual():
     torch.testing.assert_close(decoded(offer.frames), torch.full((N,), 0.5), atol=1e-3, rtol=0)
     feedback.settle(offer, EVERYWHERE, weight=1.0)
     torch.testing.assert_close(feedback.mass_N, torch.zeros(N), atol=1e-3, rtol=0)
+
+
+def test_frames_of_whole_cells_lie_in_one_memory_that_no_reader_changes():
+    first, second, _ = Feedback(N, CODEC).offer(random(1), 1.0).frames
+    assert joined_bytes([first, second]).obj is first.obj
+    assert first.readonly and second.readonly
 
 
 def test_squares_are_those_of_what_is_sent():

@@ -33,7 +33,7 @@ def test_background_threads_are_named():
     ("process_has", "short_calls", "expected"),
     [(FEW, True, 1), (FEW, False, FEW), (FEW + 1, True, FEW + 1)],
 )
-def test_short_calls_take_one_thread_where_there_are_few(process_has, short_calls, expected):
+def test_short_calls_take_one_thread_of_few(process_has, short_calls, expected):
     before = torch.get_num_threads()
     torch.set_num_threads(process_has)
     try:

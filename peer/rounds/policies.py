@@ -519,8 +519,10 @@ def agreed_silent(
 ) -> frozenset[str]:
     """Return which of the electors that a leader does not hear an entry may drop.
 
-    Nobody hears them, and a quorum says so. It will vote for that entry even if they are back by
-    then, so whoever has to propose it again finds votes.
+    A quorum says that it hears none of them. It will vote for that entry even if they are back by
+    then, so whoever has to propose it again finds votes. One that hears them, or says so, does not
+    keep them; if quorums are silent about each but not about all, they stay unless nobody hears
+    them.
 
     Args:
         electorate: of the position.
@@ -529,10 +531,18 @@ def agreed_silent(
             acceptor is one of them.
         trust: what the run withstands.
     """
-    agree = [index for index, elector in enumerate(electorate) if elector.peer_id in heard]
-    if not is_quorum(agree, len(electorate), trust):
-        return frozenset()
-    return frozenset(silent).difference(*heard.values())
+
+    def are_silent(peers: Collection[str]) -> bool:
+        agree = [
+            index
+            for index, elector in enumerate(electorate)
+            if elector.peer_id in heard and not {*peers} & {*heard[elector.peer_id]}
+        ]
+        return is_quorum(agree, len(electorate), trust)
+
+    to_most = frozenset(peer for peer in silent if are_silent([peer]))
+    to_all = to_most.difference(*heard.values())
+    return next((peers for peers in (to_most, to_all) if are_silent(peers)), frozenset())
 
 
 def decision_patience_s(deadline_s: float, stall_s: float) -> float:

@@ -253,19 +253,33 @@ def test_a_complete_group_closes_at_once_even_without_a_quorum():
     assert close_decision(view(quorum_ready_at=None), 100.0) is Close.CLOSE
 
 
+ALL_BUT_C_AND_D = dict.fromkeys("abefg", ())
+
+
 @pytest.mark.parametrize(
-    ("heard", "trust", "dropped"),
+    ("electors", "heard", "trust", "dropped"),
     [
-        ({"a": (), "b": ()}, "crash", {"c", "d"}),
-        ({"b": (), "c": ()}, "crash", set()),
-        ({"a": (), "b": ("d",)}, "crash", {"c"}),
-        ({"a": (), "b": ("c", "d")}, "crash", set()),
-        ({"a": (), "b": ()}, "byzantine", set()),
-        ({"a": (), "b": (), "c": ()}, "byzantine", {"c", "d"}),
-        ({"a": (), "b": (), "e": ()}, "byzantine", set()),
-        ({}, "crash", set()),
+        (4, {"a": (), "b": ()}, "crash", "cd"),
+        (4, {"b": ()}, "crash", ""),  # half, without the first
+        (4, {"a": (), "b": ("d",)}, "crash", "c"),
+        (4, {"a": (), "b": ("c", "d")}, "crash", ""),
+        (4, {"a": (), "b": (), "e": ()}, "byzantine", ""),  # of which one is no elector
+        (4, {}, "crash", ""),
+        (7, ALL_BUT_C_AND_D, "crash", "cd"),
+        (7, ALL_BUT_C_AND_D | {"b": ("c", "d")}, "crash", "cd"),  # one liar keeps nobody
+        (7, ALL_BUT_C_AND_D | {"b": ("c",), "e": ("c",)}, "crash", "d"),
+        (7, ALL_BUT_C_AND_D | {"b": ("c",), "e": ("d",)}, "crash", ""),
+        (7, ALL_BUT_C_AND_D, "byzantine", "cd"),
+        (7, ALL_BUT_C_AND_D | {"b": ("d",)}, "byzantine", "c"),
     ],
 )
-def test_those_that_nobody_hears_by_the_word_of_a_quorum_may_be_dropped(heard, trust, dropped):
-    electorate = [Elector(peer_id=peer, incarnation="1") for peer in "abcd"]
-    assert agreed_silent(electorate, {"c", "d"}, heard, trust) == dropped
+def test_those_that_a_quorum_does_not_hear_may_be_dropped(electors, heard, trust, dropped):
+    electorate = [Elector(peer_id=peer, incarnation="1") for peer in "abcdefg"[:electors]]
+    assert agreed_silent(electorate, {"c", "d"}, heard, trust) == {*dropped}
+
+
+def test_who_is_not_silent_to_most_is_kept_though_a_few_hear_others():
+    """Quorums are silent about c and about d, but none about both: e, whom nobody hears, goes."""
+    electorate = [Elector(peer_id=peer, incarnation="1") for peer in "abcdefgh"]
+    heard = dict.fromkeys("abfgh", ()) | {"f": ("c",), "g": ("d",)}
+    assert agreed_silent(electorate, {"c", "d", "e"}, heard, "crash") == {"e"}

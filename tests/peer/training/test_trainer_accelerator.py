@@ -6,7 +6,7 @@ import torch
 
 from atoll.coordinator.run.spec import RunSpec
 from atoll.optim.inprocess.rounds import in_process
-from atoll.peer.training import opening
+from atoll.peer.training import models, opening
 from atoll.peer.training import trainer as training
 from atoll.peer.training.data import load as data
 from atoll.peer.training.trainer import Trainer, TrainerOptions
@@ -97,7 +97,7 @@ def test_a_tied_model_stays_tied_and_gets_gradients():
         model = opening.build_model(spec_of(), 256).to(DEVICE)
         assert model.head.weight is model.embedding.weight
         tokens_BT = torch.randint(256, (2, 17)).to(DEVICE)
-        training.models.loss_of(model, tokens_BT[:, :-1], tokens_BT[:, 1:]).backward()
+        models.loss_of(model, tokens_BT[:, :-1], tokens_BT[:, 1:]).backward()
         assert all(isinstance(param.grad, OnDevice) for param in model.parameters())
 
 
@@ -153,17 +153,17 @@ def test_a_step_within_a_window_waits_for_the_device_once(corpus, accelerator):
 
 
 def test_a_step_that_fits_only_with_less_memory_runs_on_a_device(corpus, accelerator, monkeypatch):
-    loss_of = training.models.loss_of
+    loss_of = models.loss_of
 
     def limited(model, inputs_BT, targets_BT):
         if torch.is_grad_enabled() and not model.recomputes:
             raise torch.OutOfMemoryError("CUDA out of memory")
         return loss_of(model, inputs_BT, targets_BT)
 
-    monkeypatch.setattr(training.models, "loss_of", limited)
-    monkeypatch.setattr(training.models, "LOGITS", 40 * 256)
+    monkeypatch.setattr(models, "loss_of", limited)
+    monkeypatch.setattr(models, "LOGITS", 40 * 256)
     trainer = trainer_of(corpus, spec_of(run={"rounds": 1}), validate_every=1)
-    training.models.separate_documents(trainer.learner.model, 32)
+    models.separate_documents(trainer.learner.model, 32)
     trainer.run()
     assert trainer.learner.fit.recompute
     assert trainer.finished

@@ -448,8 +448,8 @@ class Recovery:
         for position, root in sorted(roots.items(), reverse=True):
             holders = [d.source for d in donors if position in d.head.snapshots]
             with suppress(NoDonor):
-                state = await self._fetch_snapshot(position, root, holders, used)
-                await self._install(state, claims, donors, used)
+                fetched = [await self._fetch_snapshot(position, root, holders, used)]
+                await self._install(fetched, claims, donors, used)
                 return position
         if not replica.is_ledger and self._leads_on(0, donors):
             claims = await self._claims(donors[0], 0, None)
@@ -465,18 +465,30 @@ class Recovery:
         raise failure("no peer has a snapshot with a certified root, or the log from its start")
 
     async def _install(
-        self, state: OuterState, claims: Sequence[Claim], donors: Sequence[Donor], used: set[str]
+        self,
+        fetched: list[OuterState],
+        claims: Sequence[Claim],
+        donors: Sequence[Donor],
+        used: set[str],
     ) -> None:
         """Put a certified state in place, then apply the entries after it.
 
         Their bodies come from the beginning: else the link would idle while the state is hashed
         and written. What no donor gives now is left to the next pass.
+
+        Args:
+            fetched: the state alone, which is taken out: held on, its parameters would take memory
+                beside those after it.
+            claims: the entries from the state on, perhaps with some before it.
+            donors: those that may have bodies.
+            used: PeerIDs of those that gave something.
         """
-        sources = [donor for donor in donors if donor.head.first_body <= state.position]
-        after = [c for c in claims if sources and c.entry.position >= state.position]
+        position = fetched[0].position
+        sources = [donor for donor in donors if donor.head.first_body <= position]
+        after = [c for c in claims if sources and c.entry.position >= position]
         async with Bodies([c.entry for c in after], sources, self._on_failure) as bodies:
             bodies.begin()
-            await self._replica.install(state, claims, self._on_taken)
+            await self._replica.install(fetched.pop(), claims, self._on_taken)
             with suppress(NoDonor):
                 for claim in after:
                     await self._apply(claim, bodies, used)

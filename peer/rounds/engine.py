@@ -465,6 +465,7 @@ class Rounds:
         return answer
 
     async def _serve_heard(self, remote: str, body: bytes) -> bytes:
+        self._ctx.expect_unbarred(remote)
         return (await self.voter.take_silence(remote, AskHeard.decode(body))).encode()
 
     async def _serve_voted(self, remote: str, body: bytes) -> bytes:

@@ -498,7 +498,7 @@ class AskHeard(Record):
 
 
 class Heard(Record):
-    """Those that answer; the others may be dropped from the electorate of the next position."""
+    """Names those that answer; the others may be dropped from the next position's electorate."""
 
     max_bytes: ClassVar[int] = SMALL_BYTES
 

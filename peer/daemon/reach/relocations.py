@@ -41,7 +41,10 @@ LOOK_S = 2.0
 CALL_S = 10.0  # libp2p does not dial again for 5 s after a failure
 AT_ONCE = 8  # calls of one look, of which the unreachable take their whole time
 PASSED_ON = 8  # peers that a peer tells of each record: 1,000 all know after four steps
-ASK_NODES_EVERY = 60  # looks: each starts a process of libp2p and dials up to 32 nodes
+# Looks without the coordinator after which nodes are asked: after two minutes, then twice as late
+# each time, and each hour from then on. Each time starts a process of libp2p and dials up to 32
+# nodes, which a thousand peers share.
+ASK_NODES_AFTER, ASK_NODES_EVERY = 60, 1800
 ASKED = 2  # at each look without the coordinator
 
 
@@ -142,6 +145,14 @@ class Relocations:
         return b"" if self._place.record == record else self._place.record
 
 
+def asks_nodes(looks: int) -> bool:
+    """Return whether a peer asks nodes after so many looks in a row without the coordinator."""
+    if looks >= ASK_NODES_EVERY:
+        return looks % ASK_NODES_EVERY == 0
+    doublings, rest = divmod(looks, ASK_NODES_AFTER)
+    return rest == 0 and doublings.bit_count() == 1
+
+
 class Following:
     """Lets a peer follow its coordinator, however it has heard where that is."""
 
@@ -188,7 +199,7 @@ class Following:
         with suppress(RosterError, TransportError, TimeoutError, OSError):
             await self._exchange.look(asks=not self._client.is_reached)
         self._looks_without = 0 if self._client.is_reached else self._looks_without + 1
-        if self._looks_without and self._looks_without % ASK_NODES_EVERY == 0:
+        if asks_nodes(self._looks_without):
             kept = self._enrolment.membership.bootstrap
             await self._find_place((*self._node.bootstrap, *kept))
 

@@ -258,8 +258,8 @@ class Voter:
         """of the members of the entry that this peer voted for last"""
         self._locked_reports: Reports = ()
         """of those of the entry that it is locked on"""
-        self._asked: dict[tuple[str, int], tuple[float, asyncio.Task[bool]]] = {}
-        """by elector and position, when it was asked last, and whether it answers"""
+        self._asked: dict[tuple[str, int], asyncio.Task[bool]] = {}
+        """by elector that was asked and position: whether it answered"""
 
     @property
     def term(self) -> int:
@@ -720,10 +720,10 @@ class Voter:
         return Heard(peers=await self.heard([electors[peer] for peer in ask.peers], ask.position))
 
     async def heard(self, electors: Sequence[Elector], position: int) -> tuple[str, ...]:
-        """Return the PeerIDs of those electors that answer.
+        """Return the PeerIDs of those electors that answer; each is asked once a position.
 
-        One that is silent stays so for this elector until the position is decided, and one that
-        answers for a moment: what this peer has said to leaders, its votes keep.
+        What this peer has told a leader, its votes keep. And a liar that asks again and again would
+        at last find each of the others silent for a moment, and could drop them.
         """
         answers = await together(*(self._answers(elector, position) for elector in electors))
         return tuple(e.peer_id for e, is_heard in zip(electors, answers, strict=True) if is_heard)
@@ -731,13 +731,10 @@ class Voter:
     async def _answers(self, elector: Elector, position: int) -> bool:
         if elector == self._ctx.me:
             return True
-        now, key = self._ctx.now(), (elector.peer_id, position)
-        asked_at, task = self._asked.get(key, (now, None))
-        is_old = task is not None and now >= asked_at + HEARD_S and task.done() and task.result()
-        if task is None or is_old:
-            task = self._tasks.spawn(self._ask_whether_it_answers(elector))
-            self._asked[key] = now, task
-        return await asyncio.shield(task)
+        key = elector.peer_id, position
+        if key not in self._asked:
+            self._asked[key] = self._tasks.spawn(self._ask_whether_it_answers(elector))
+        return await asyncio.shield(self._asked[key])
 
     async def _ask_whether_it_answers(self, elector: Elector) -> bool:
         """Wait half as long as leaders do, to hear of none that they missed."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+import weakref
 from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -167,6 +168,29 @@ def test_bodies_come_while_the_state_before_them_is_put_in_place(
     recovered, told = recover(log, donor(log, "a", kind=TellsOfBodies))
     assert recovered is not None and recovered.snapshot_position == 6 and told == []
     expect_caught_up(log)
+
+
+def test_a_state_that_came_is_let_go_with_the_first_entry_after_it(
+    log: Log, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Held on, its parameters would take 4 bytes a parameter beside those after it."""
+    apply, came, held = Recovery._apply, list[weakref.ref[Any]](), list[bool]()
+    fetch = Recovery._fetch_snapshot
+
+    async def fetching(recovery: Recovery, *given: Any) -> Any:
+        state = await fetch(recovery, *given)
+        came.append(weakref.ref(state))
+        return state
+
+    async def applying(recovery: Recovery, *given: Any) -> None:
+        await apply(recovery, *given)
+        held.append(came[0]() is not None)
+
+    monkeypatch.setattr(Recovery, "_fetch_snapshot", fetching)
+    monkeypatch.setattr(Recovery, "_apply", applying)
+    recover(log, donor(log, "a"))
+    expect_caught_up(log)
+    assert len(held) >= 2 and not any(held[1:])
 
 
 def test_a_body_that_nobody_gives_leaves_the_state_that_came(log: Log) -> None:

@@ -1,4 +1,4 @@
-"""What the owner's side opens for the trainer while the state of the run comes."""
+"""The owner's side opens text and model for the trainer while the state of the run comes."""
 
 import threading
 from types import SimpleNamespace

@@ -13,6 +13,7 @@ from atoll.dht.refusals import RefusalCode
 from atoll.dht.testing.memory import MemoryNetwork, run_virtual
 from atoll.dht.transport import Refused
 from atoll.peer.daemon.reach.relocations import (
+    ASK_NODES_AFTER,
     ASK_NODES_EVERY,
     ASKED,
     AT_ONCE,
@@ -21,6 +22,7 @@ from atoll.peer.daemon.reach.relocations import (
     Following,
     Relocations,
     Spreading,
+    asks_nodes,
 )
 from support.records import record_of
 
@@ -245,15 +247,20 @@ def test_a_peer_without_the_coordinator_asks_nodes_now_and_then():
 
     async def main():
         peer = Follower()
-        for _ in range(2 * ASK_NODES_EVERY):
+        for _ in range(2 * ASK_NODES_AFTER):
             await peer.following.look()
         assert not peer.asked
         peer.is_reached = False
-        for _ in range(2 * ASK_NODES_EVERY):
+        for _ in range(2 * ASK_NODES_AFTER):
             await peer.following.look()
         assert peer.asked == [(OLD_NODE, "/ip4/1.2.3.4/tcp/1/p2p/peer")] * 2
 
     run_virtual(main())
+
+
+def test_nodes_are_asked_ever_more_seldom_down_to_once_an_hour():
+    asked = [looks for looks in range(3 * ASK_NODES_EVERY + 1) if asks_nodes(looks)]
+    assert asked == [60, 120, 240, 480, 960, 1800, 3600, 5400]
 
 
 def test_a_peer_keeps_a_new_record_before_it_follows():

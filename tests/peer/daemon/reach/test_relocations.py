@@ -1,6 +1,7 @@
 """Where the coordinator is, passed from peer to peer over a network in memory."""
 
 import asyncio
+import random
 from types import SimpleNamespace
 
 import pytest
@@ -67,6 +68,8 @@ class Swarm:
 
 
 def test_all_peers_hear_of_it_from_a_coordinator_that_reaches_one():
+    random.seed(1)  # in one of a hundred runs nobody tells one of them, which then has to ask
+
     async def main():
         names = [f"p{i:03}" for i in range(60)]
         swarm = Swarm(*names)

@@ -374,7 +374,7 @@ class CoordinatorClient(StatusClient):
     async def fetch_leaves(
         self, position: int, start: int = 0, count: int = 1 << 30
     ) -> AsyncIterator[tuple[int, bytes]]:
-        """Yield a snapshot's leaves with their index, unverified; pass them to an `Assembly`."""
+        """Yield a snapshot's leaves with their index, packed and unverified, for an `Assembly`."""
         stop, is_there = start + count, True
         while start < stop and is_there:
             asked, is_there = min(stop - start, self.leaves_a_call), False

@@ -23,6 +23,7 @@ from typing import Any, TypeVar
 import grpc
 from google.protobuf.message import DecodeError
 
+from atoll.compression import planes
 from atoll.coordinator.admission_control import JoinRequest, Refusal, RefusalStatus
 from atoll.coordinator.coordinator import Coordinator
 from atoll.coordinator.history import LAST
@@ -395,7 +396,7 @@ class Service:
             info = await asyncio.to_thread(store.snapshot, request.position)
             stop = min(request.start + request.count, len(info.leaf_digests))
             indices = range(request.start, stop)
-            async for index, data in _in_thread(_read_leaves(info, indices)):
+            async for index, data in _in_thread(_packed_leaves(info, indices)):
                 yield pb.FetchReply(leaf=pb.Leaf(index=index, data=data))
 
     async def _tokenizer(self) -> AsyncIterator[pb.FetchReply]:
@@ -522,11 +523,11 @@ def _find_snapshot(store: LogStore, request: pb.SnapshotRequest) -> SnapshotInfo
     return store.snapshot(positions[-1] if request.latest else request.position)
 
 
-def _read_leaves(info: SnapshotInfo, indices: range) -> Iterator[tuple[int, bytes]]:
+def _packed_leaves(info: SnapshotInfo, indices: range) -> Iterator[tuple[int, bytes]]:
     with info.path.open("rb") as file:
         for index in indices:
             file.seek(index * LEAF_BYTES)
-            yield index, file.read(LEAF_BYTES)
+            yield index, planes.pack(file.read(LEAF_BYTES))
 
 
 def _answer(error: Exception) -> tuple[Any, str]:

@@ -33,6 +33,7 @@ import torch
 from blake3 import blake3
 from torch import Tensor
 
+from atoll.compression import planes
 from atoll.optim.state import halves, vectors
 from atoll.optim.state.layout import Layout
 
@@ -410,7 +411,7 @@ class Assembly:
         return frozenset(self._missing)
 
     def add(self, index: int, data: bytes | bytearray | memoryview) -> None:
-        """Verify a leaf and keep it; a leaf that is already there is ignored.
+        """Verify a leaf, packed or not, and keep it; one that is already there is ignored.
 
         Raises:
             LeafRefused: when the index, length or digest is wrong. Ask another donor.
@@ -419,14 +420,14 @@ class Assembly:
             raise LeafRefused(f"expected a leaf in [0, {len(self._digests)}), got {index}")
         start = index * LEAF_BYTES
         length = min(LEAF_BYTES, self._length - start)
-        if memoryview(data).nbytes != length:
-            raise LeafRefused(
-                f"expected {length} bytes in leaf {index}, got {memoryview(data).nbytes}"
-            )
-        if leaf_digest(data) != self._digests[index]:
+        try:
+            leaf = planes.unpack(data, length)
+        except ValueError as error:
+            raise LeafRefused(f"leaf {index}: {error}") from None
+        if leaf_digest(leaf) != self._digests[index]:
             raise LeafRefused(f"expected leaf {index} to have its digest, got other bytes")
         if index in self._missing:
-            self._put(start, memoryview(data).cast("B"))
+            self._put(start, leaf)
             self._missing.discard(index)
 
     def _put(self, start: int, data: memoryview) -> None:

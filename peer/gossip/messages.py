@@ -25,7 +25,7 @@ from pydantic import Field, FiniteFloat
 
 from atoll.optim.log.entry import Count, Digest, Incarnation, Record
 
-PROTOCOL = 3  # since 3, digests of leaves are BLAKE3
+PROTOCOL = 4  # since 4, leaves travel packed
 
 Amount = Annotated[FiniteFloat, Field(ge=0)]
 Mass = Annotated[FiniteFloat, Field(ge=0, le=1)]

@@ -12,6 +12,7 @@ from collections import OrderedDict
 from contextlib import suppress
 from typing import Protocol
 
+from atoll.compression import planes
 from atoll.coordinator.gossip import Model
 from atoll.coordinator.run.text import clean
 from atoll.dht.refusals import RefusalCode
@@ -86,7 +87,7 @@ class Lender:
             for index in range(request.start, request.stop):
                 await turn.cede()
                 self._keep(state)
-                leaf = state.read_leaf(index)
+                leaf: bytes = await self._ctx.compute(planes.pack, state.read_leaf(index))
                 await self._ctx.link.outflow.take(len(leaf))
                 # A joiner on a slow link takes longer for a leaf of 1 MiB than a stall.
                 await stream.send(leaf, timeout_s=4 * self._ctx.settings.stall_s)

@@ -14,6 +14,7 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
+from atoll.compression import planes
 from atoll.dht.refusals import RefusalCode
 from atoll.dht.roster import Roster
 from atoll.dht.tasks import end
@@ -195,7 +196,10 @@ async def fetch_leaf_digests(ctx: Asking, peer: str, position: int, count: int) 
 async def fetch_leaves(
     ctx: Asking, peer: str, position: int, indices: Sequence[int]
 ) -> AsyncIterator[tuple[int, bytes]]:
-    """Fetch consecutive leaves of a snapshot, unverified; over a link with a cap each alone."""
+    """Fetch consecutive leaves of a snapshot, packed and unverified.
+
+    Over a link with a cap each is asked for alone.
+    """
     step = 1 if ctx.link.inflow.is_limited else len(indices)
     for some in (indices[i : i + step] for i in range(0, len(indices), step)):
         request = LeafRequest(position=position, start=some[0], stop=some[-1] + 1)
@@ -320,6 +324,10 @@ def refuse_missing(what: str) -> Refused:
     return Refused(RefusalCode.NOT_HERE, f"expected {what}; ask another peer")
 
 
+def _packed_leaf(snapshot: SnapshotFile, index: int) -> bytes:
+    return planes.pack(snapshot.read_leaf(index))
+
+
 class Archive:
     """The donor's side."""
 
@@ -412,7 +420,7 @@ class Archive:
             snapshot = self._leased(request)  # and no file is held for a stream that waits
             for index in range(request.start, request.stop):
                 try:
-                    leaf: bytes = await self._ctx.compute(snapshot.read_leaf, index)
+                    leaf: bytes = await self._ctx.compute(_packed_leaf, snapshot, index)
                 except StoreCorrupt:  # the disk spoiled it; whoever asks finds another donor
                     raise refuse_missing(f"leaf {index} of {request.position}") from None
                 await out.send(leaf)

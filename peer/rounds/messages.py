@@ -63,7 +63,7 @@ from atoll.optim.log.entry import (
 from atoll.optim.log.locks import Justification, Lock
 from atoll.optim.state.outer_step import to_fp32
 
-PROTOCOL = 13  # peers of another protocol refuse each other's reports
+PROTOCOL = 14  # peers of another protocol refuse each other's reports
 # Members above which relays add up their rows' codes (`rows`), nothing goes up front, and only
 # acceptors get the reports' signatures: an owner would hold the codes of all before it knows what
 # they weigh, and signatures are half of a group's bytes. With fewer members the bytes of sums cost

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from atoll.compression.planes import pack
 from atoll.coordinator.gossip import Model
 from atoll.dht.refusals import RefusalCode
 from atoll.dht.transport import Refused, TransportError
@@ -52,7 +53,7 @@ def test_a_state_that_was_lent_stays_while_its_owner_goes_on():
                 await stream.send(request.encode(), timeout_s=5)
                 return await stream.recv(timeout_s=5)
 
-        assert await leaf(lent[-1]) == before.read_leaf(0)
+        assert await leaf(lent[-1]) == pack(before.read_leaf(0))
         with pytest.raises(Refused, match=RefusalCode.NOT_HERE):
             await leaf(lent[0])
         with pytest.raises(Refused, match=RefusalCode.NOT_HERE):

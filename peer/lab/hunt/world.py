@@ -274,6 +274,16 @@ class World:
         self._undo = [each for each in self._undo if each[0] > self.now()]
         for _, undo in due:
             undo()
+        if due:
+            self._count_later()
+
+    def _count_later(self) -> None:
+        """Count what processes hold a moment from now.
+
+        All that a link has held back arrives at once when it heals, calls too whose callers have
+        long given up: tasks that have not begun, and have nothing to wait for.
+        """
+        self._counts_at_s = max(self._counts_at_s, self.now() + LOOK_S)
 
     def later(self, seconds: float, action: Callable[[], None]) -> None:
         """Do something after a while, or when everything heals."""
@@ -398,6 +408,7 @@ class World:
                 machine.start()
         self.mesh.heal()
         self.wire.heal()
+        self._count_later()
 
     async def _resume(self) -> None:
         healed_s = self.now()

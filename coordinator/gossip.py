@@ -52,6 +52,11 @@ class ModelKeeper(Replica):
         self.store.save_snapshot(state, state.root())
         self._stand_at(state)
 
+    def store_again(self) -> int:
+        """Store the current model, whose file the disk has spoiled; return its round; blocks."""
+        self.store.save_snapshot(self.state, self.state.root())
+        return self.state.position
+
     def _stand_at(self, state: OuterState) -> None:
         # Nothing is chained: the root stands in for the chain, so that an epoch names the model.
         head = StoreHead(epoch=self.epoch, position=state.position, chain=state.root())

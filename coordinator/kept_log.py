@@ -120,7 +120,7 @@ class KeptLog:
         self._publisher = PublisherChoice()
         self._catching_up: CatchUp | None = None
         self._models: KeptModels | None = None
-        self._scrubbing = Scrubbing(replica, parts.first, self._report) if self._logged else None
+        self._scrubbing = Scrubbing(replica, parts.first, self._report)
         self.gaps = replica.store.gaps()
         self._divergence_reported = False
         self._ask_from_s = 0.0
@@ -300,8 +300,7 @@ class KeptLog:
         if self._catching_up is not None:
             self._epochs.is_stuck = self._catching_up.is_stuck(now_s)
             self._catching_up.look(self._claimed(now_s), now_s)
-        if self._scrubbing is not None:
-            self._scrubbing.look(now_s)
+        self._scrubbing.look(now_s)
         await self._look_for_epochs(now_s)
         if self._models is not None:
             self._models.look(self.position(now_s), now_s)
@@ -311,8 +310,7 @@ class KeptLog:
         if self._looking is not None:
             self._looking.cancel()
             await asyncio.gather(self._looking, return_exceptions=True)
-        if self._scrubbing is not None:
-            await self._scrubbing.close()
+        await self._scrubbing.close()
 
     # Standing
 

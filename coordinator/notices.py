@@ -182,12 +182,12 @@ def log_lost(*, epoch: int | None, position: int | None, known_rounds: int | Non
 
 
 @event(ELSEWHERE)
-def coordinator_elsewhere(*, addresses: Sequence[str], file: str) -> str:
+def coordinator_elsewhere(*, addresses: Sequence[str], file: str, becomes: str) -> str:
     return (
-        "this run's key has signed at a later time that its coordinator is at "
+        "this run's key has signed, and it counts more, that its coordinator is at "
         f"{' and '.join(addresses)}: two coordinators of one run open epochs against each other. "
-        f"Stop this one if it has moved; otherwise stop that one, delete {file} here, set the "
-        "clock, and start again"
+        f"Stop this one if it has moved; otherwise stop both, rename {file} here to {becomes}, and "
+        "start this one again"
     )
 
 

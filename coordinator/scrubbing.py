@@ -2,6 +2,9 @@
 
 Peers keep the newest updates alone. One that is found damaged while they have it comes back from
 them (`CatchUp`); one that is noticed at the next start, weeks later, is lost.
+
+A run by gossip has no updates. Its coordinator holds one model, in memory as well, and joiners get
+the one that is stored: while that is damaged, nobody can join.
 """
 
 from __future__ import annotations
@@ -10,6 +13,7 @@ import asyncio
 
 from atoll.coordinator import notices
 from atoll.coordinator.first_state import FirstState
+from atoll.coordinator.gossip import ModelKeeper
 from atoll.coordinator.run.notice import Report
 from atoll.dht.tasks import ENDING_S, Tasks
 from atoll.optim.log.mending import Damage, Scrub
@@ -56,10 +60,21 @@ class Scrubbing:
         self._due_s = now_s + (PASS_S if is_over else STEP_S)
         positions, self._scrub.damaged_snapshots = self._scrub.damaged_snapshots, []
         damage = Damage(snapshots=[position for position in positions if position])
-        if 0 in positions:
+        core = self._replica.core
+        if isinstance(core, ModelKeeper) and core.head.position in positions:
+            await self._store_model(core, damage)
+        elif 0 in positions:
             await self._mend_first(damage)
         if damage:
             self._log_event("error", notices.of_damage(damage))
+
+    async def _store_model(self, keeper: ModelKeeper, damage: Damage) -> None:
+        try:
+            position = await self._replica.change(keeper.store_again, is_move=False)
+        except (StoreError, *DISK_ERRORS) as error:
+            self._log_event("error", notices.log_unreadable(reason=str(error)))
+        else:
+            damage.first_state = position == 0
 
     async def _mend_first(self, damage: Damage) -> None:
         try:

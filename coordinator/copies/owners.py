@@ -40,6 +40,11 @@ def keep_owner(state_dir: Path, owner: str) -> None:
     replace_private(state_dir / OWNER_FILE, json.dumps({"owner": owner}).encode())
 
 
+def number_of(owner: str) -> int:
+    """Return an owner's number."""
+    return int(owner[:6])
+
+
 def owners(target: Target) -> list[str]:
     """Return the owners in a target, oldest first. Raises TargetFailed."""
     return [name for name in target.names() if OWNER.fullmatch(name)]
@@ -93,9 +98,14 @@ def expect_newest(target: Target, key: RecoveryKey, own: str) -> None:
             )
 
 
-def claim(target: Target, key: RecoveryKey, *, run_id: str, run_name: str) -> str:
-    """Become the newest owner; return its name. Raises TargetFailed."""
-    number = max((int(name[:6]) for name in owners(target)), default=0) + 1
+def claim(target: Target, key: RecoveryKey, *, run_id: str, run_name: str, after: str = "") -> str:
+    """Become the newest owner; return its name. Raises TargetFailed.
+
+    Its number is above that of `after`, an owner in another target, too: numbers of restores count
+    in relocations, wherever the copies are.
+    """
+    known = [name for name in (*owners(target), after) if name]
+    number = max(map(number_of, known), default=0) + 1
     owner = f"{number:06d}-{secrets.token_hex(4)}"
     record = {"run_id": run_id, "run_name": run_name, "at_s": time.time()}
     name = f"{owner}/{_RECORD}"

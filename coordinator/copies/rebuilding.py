@@ -11,10 +11,11 @@ opens before the peers have said which is their newest. The follower may run mea
 
 from __future__ import annotations
 
+import json
 import shutil
 import sqlite3
 from collections.abc import Callable
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,6 +27,7 @@ from atoll.coordinator.first_state import ROOT_FILE
 from atoll.coordinator.invites import INVITES_FILE, USES_FILE
 from atoll.coordinator.orders import ORDERS_FILE
 from atoll.coordinator.recorded import FOLLOWER_FILE
+from atoll.coordinator.relocating import RELOCATION_FILE
 from atoll.coordinator.run.files import replace_private
 from atoll.coordinator.run.keys import KEYS_FILE, RunKeys
 from atoll.coordinator.run.spec import RunSpec, run_id
@@ -124,6 +126,8 @@ class FollowerToRestore:
             beside = self.keys.parent / name
             if beside.is_file():
                 replace_private(partial / name, beside.read_bytes())
+        if record := _last_place(self.folder):
+            replace_private(partial / RELOCATION_FILE, record)  # the next one counts more
         # Events of the whole run; in a dense run, the rounds as well.
         _copy_database(self.folder / "history.db", partial / "history.db")
         return [self._fill_log(partial, name) for name in self.spec.modules]
@@ -137,6 +141,13 @@ class FollowerToRestore:
         with closing(LogStore.reading(files.folder)) as store:
             skip_numbers(files.file(SIGNED_FILE), [epoch for epoch, _ in store.epochs()])
             return store.head.position
+
+
+def _last_place(folder: Path) -> bytes:
+    """Return the newest relocation that a follower knew; empty without one."""
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        return bytes.fromhex(json.loads((folder / FOLLOWER_FILE).read_bytes())["relocation"])
+    return b""
 
 
 def _log_id(folder: Path, module: str) -> bytes:

@@ -31,12 +31,13 @@ from atoll.coordinator.copies.archive import (
     unpack_rounds,
 )
 from atoll.coordinator.copies.manifest import CopiedModule, Manifest, read_latest, read_manifest
-from atoll.coordinator.copies.owners import claim, keep_owner, newest_with_copies
+from atoll.coordinator.copies.owners import claim, keep_owner, newest_with_copies, number_of
 from atoll.coordinator.copies.sealing import RECOVERY_FILE, RecoveryKey
 from atoll.coordinator.copies.target import CopiesError, CopyDamaged, CopyObject, Target
 from atoll.coordinator.copies.writing import MAX_FILE_BYTES
 from atoll.coordinator.first_state import ROOT_FILE, ROOT_NOTE
 from atoll.coordinator.history import History
+from atoll.coordinator.relocating import keep_restore
 from atoll.coordinator.run.keys import KEYS_FILE, RunKeys, write_private
 from atoll.coordinator.run.spec import RunSpec, run_id
 from atoll.coordinator.run.spec_problems import SpecError
@@ -161,6 +162,7 @@ def _fill(target: Target, key: RecoveryKey, found: FoundCopy, folder: Path) -> s
     key.write(folder / RECOVERY_FILE)
     owner = claim(target, key, run_id=manifest.run_id, run_name=found.spec.run.name)
     keep_owner(folder, owner)
+    keep_restore(folder, number_of(owner))
     return owner
 
 

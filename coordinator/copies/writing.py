@@ -48,13 +48,15 @@ from atoll.coordinator.copies.target import (
     is_full,
 )
 from atoll.coordinator.history import History
-from atoll.coordinator.relocating import RELOCATION_FILE
+from atoll.coordinator.relocating import ELSEWHERE_FILE, RELOCATION_FILE, RESTORE_FILE
 from atoll.coordinator.service.server import LogFiles
 from atoll.optim.log.entry import sha256
 from atoll.optim.log.store import LogStore, NotStored, SnapshotInfo
 
 MAX_FILE_BYTES = 16 << 20  # a tokenizer of 4 MiB is the largest; the log is copied by itself
-LEFT_BEHIND = frozenset({"lock", OWNER_FILE, RECOVERY_FILE, RELOCATION_FILE})
+LEFT_BEHIND = frozenset(
+    {"lock", OWNER_FILE, RECOVERY_FILE, RELOCATION_FILE, RESTORE_FILE, ELSEWHERE_FILE}
+)
 """Files of one directory alone."""
 
 
@@ -123,7 +125,13 @@ class CopyWriter:
         """Become an owner if the directory is none, and learn what the target holds of it."""
         owner = expect_own(self._target, self._state_dir)
         if not owner:
-            owner = claim(self._target, self._key, run_id=self._run_id, run_name=self._run_name)
+            owner = claim(
+                self._target,
+                self._key,
+                run_id=self._run_id,
+                run_name=self._run_name,
+                after=read_owner(self._state_dir),
+            )
             keep_owner(self._state_dir, owner)
         self._resume(owner)
         self._owner = owner

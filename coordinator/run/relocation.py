@@ -12,9 +12,10 @@ nothing else: the run, its key and the certificate stay those of the invite. It 
 the log, since no update depends on it, and since it has to reach peers that hold no log yet. Anyone
 may pass it on.
 
-The serial is the time at which the coordinator signed it, in seconds since 1970, and above that of
-the record before: so it grows also when a coordinator starts from a copy, or from its keys alone,
-and no longer knows which one was its last.
+The serial (`serial_at`) counts restores from copies first, and then the time at which the
+coordinator signed it, in seconds since 1970; it is above that of the record before. So it grows
+also when a coordinator starts from a copy and does not know the last one, and whoever was replaced
+by a restore signs below whoever replaced it, however late, and in the same second.
 
 Exceptions:
 
@@ -41,6 +42,18 @@ MAX_SERIAL = 1 << 53
 _SIGNATURE_BYTES = 64
 _VERSION = 1
 _DOMAIN = b"atoll relocation 1"
+_SECONDS_BITS = 32  # until 2106; a restore's number has six digits, 20 bits
+
+
+def serial_at(now_s: float, *, restores: int) -> int:
+    """Return the least serial of a record.
+
+    Args:
+        now_s: seconds since 1970.
+        restores: the number of the restore from copies that made the coordinator; 0 without one.
+    """
+    seconds = min(max(int(now_s), 1), (1 << _SECONDS_BITS) - 1)
+    return restores << _SECONDS_BITS | seconds
 
 
 class RelocationInvalid(ValueError):

@@ -10,7 +10,7 @@ same invite.
     epoch.signed    see signing.py, 0600
     invites.json    see invites.py, 0600; with uses.json
     orders.json     see orders.py, 0600
-    relocation.signed  see relocating.py, 0600
+    relocation.*    see relocating.py, 0600
     invite          the first invite, as it was printed last, 0600
     node.known      last addresses of peers, for the node to find them again
     node.key        identity of the run's first DHT node, 0600
@@ -72,7 +72,7 @@ from atoll.coordinator.invites import BASE_FILE, InviteDesk
 from atoll.coordinator.kept_log import TICK_S, KeptLog, LogParts
 from atoll.coordinator.orders import ORDERS_FILE, OrderDesk
 from atoll.coordinator.ports import Ports
-from atoll.coordinator.relocating import RELOCATION_FILE, OwnPlace, own_record
+from atoll.coordinator.relocating import OwnPlace, own_record
 from atoll.coordinator.rpc.messages import SERVER_OPTIONS
 from atoll.coordinator.run.addresses import is_public, split_address
 from atoll.coordinator.run.admission import AdmissionCheck
@@ -770,9 +770,9 @@ def _invite(coordinator: Coordinator, address: str) -> Invite:
 
 def _place(coordinator: Coordinator, invite: Invite, state_dir: Path) -> OwnPlace:
     """Return what peers are told of where this coordinator is, by its answers and by its node."""
-    keys, path = coordinator.keys, state_dir / RELOCATION_FILE
-    coordinator.relocation = own_record(path, invite, keys.sign, coordinator.now_s())
-    return OwnPlace(invite, coordinator.relocation, coordinator.report)
+    now_s, sign = coordinator.now_s(), coordinator.keys.sign
+    coordinator.relocation = own_record(state_dir, invite, sign, now_s)
+    return OwnPlace(state_dir, invite, coordinator.relocation, coordinator.report)
 
 
 def _remember(path: Path, invite: str) -> None:

@@ -11,7 +11,9 @@ from atoll.coordinator.gossip import Model, ModelKeeper, ReportedRounds, due_rou
 from atoll.coordinator.history import History
 from atoll.coordinator.run.spec import RunSpec
 from atoll.coordinator.run.status import RoundReport
+from atoll.coordinator.scrubbing import PASS_S
 from atoll.coordinator.service.server import running
+from atoll.optim.log.mending import reads_whole
 from atoll.optim.state.outer_state import OuterState
 from support.kit import LAYOUT, Net, Swarm, genesis, run
 
@@ -135,6 +137,31 @@ def test_a_coordinator_that_lost_its_files_learns_from_those_that_train(tmp_path
             await net.up.coordinator.tick()
             beat = await clients[2].heartbeat(net.swarm.status(2))
             assert beat.epoch
+
+    run(main())
+
+
+@pytest.mark.parametrize("position", [0, 3])
+def test_a_model_that_rots_is_stored_again_while_joiners_wait(tmp_path, position):
+    async def main():
+        async with talk(tmp_path / "c", Node()) as net:
+            replica = net.up.coordinator.log.replica
+            if position:
+                await replica.change(lambda: replica.core.keep(model(position).state))
+            state, client = replica.state, net.client(0)
+            path = replica.store.snapshot(position).path
+            path.write_bytes(b"rotten" + path.read_bytes()[6:])
+            await client.join()
+            assert not reads_whole(replica.store, position)
+            for now_s in (1e9, 1e9 + PASS_S):
+                net.up.coordinator._steady = lambda now_s=now_s: now_s
+                await net.up.coordinator.tick()
+                await net.up.coordinator.log._scrubbing.close()
+            assert reads_whole(replica.store, position)
+            snapshot = await client.fetch_snapshot()
+            assert (snapshot.position, snapshot.root) == (position, state.root())
+            status = net.up.coordinator.status()
+            assert sum(event.code == "log.damaged" for event in status.events) == 1
 
     run(main())
 

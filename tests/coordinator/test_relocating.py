@@ -8,11 +8,17 @@ from typing import Any
 
 import pytest
 
-from atoll.coordinator.relocating import RELOCATION_FILE, OwnPlace, own_record
+from atoll.coordinator.relocating import (
+    ELSEWHERE_FILE,
+    RELOCATION_FILE,
+    OwnPlace,
+    keep_restore,
+    own_record,
+)
 from atoll.coordinator.rpc.client_errors import CoordinatorUnreachable
 from atoll.coordinator.run.invite import Invite
 from atoll.coordinator.run.keys import RunKeys
-from atoll.coordinator.run.relocation import Relocation, RelocationInvalid
+from atoll.coordinator.run.relocation import MAX_SERIAL, Relocation, RelocationInvalid, serial_at
 
 KEYS = RunKeys.generate()
 HERE = Invite(
@@ -25,7 +31,7 @@ THERE = replace(HERE, addresses=("there:7700",))
 
 
 def started(folder: Path, invite: Invite = HERE, now_s: float = 1000.0) -> Relocation:
-    record = own_record(folder / RELOCATION_FILE, invite, KEYS.sign, now_s)
+    record = own_record(folder, invite, KEYS.sign, now_s)
     assert (folder / RELOCATION_FILE).read_bytes() == record
     return Relocation.open(record, HERE.run_key, HERE.run_id)
 
@@ -55,15 +61,42 @@ def test_a_directory_that_has_lost_the_last_record_signs_a_newer_one(tmp_path: P
         assert started(tmp_path, THERE, now_s=3000.0).serial == 3000
 
 
+def test_whoever_is_restored_later_counts_more_whatever_the_clocks_say(tmp_path: Path) -> None:
+    """A coordinator that is slow to start may sign after the one that has replaced it has."""
+    folders = [tmp_path / name for name in ("lost", "second", "third")]
+    for number, folder in enumerate(folders, 1):
+        folder.mkdir()
+        if number > 1:
+            keep_restore(folder, number)
+    # The third is restored within the same second, and the lost machine moves an hour later.
+    serials = [
+        started(folder, THERE, now_s).serial
+        for folder, now_s in zip(folders, (5e9, 1000.0, 1000.0), strict=True)
+    ]
+    assert serials == sorted(set(serials)) and serials[0] < 1 << 32
+    assert started(folders[2], HERE, now_s=900.0).serial == serials[2] + 1
+    assert serials[2] < MAX_SERIAL >> 1 and serials[2] >> 32 == 3
+
+
+def test_whoever_rules_another_one_out_signs_the_next_record(tmp_path: Path) -> None:
+    """Its clock may be far ahead, and it may be a later restore."""
+    own = own_record(tmp_path, HERE, KEYS.sign, 1000.0)
+    ahead = signed(serial_at(9e9, restores=7), "there:7700")
+    OwnPlace(tmp_path, HERE, own, lambda *event: None).take(ahead)
+    assert started(tmp_path).serial == 1000  # nothing follows of itself
+    (tmp_path / ELSEWHERE_FILE).rename(tmp_path / RELOCATION_FILE)
+    assert started(tmp_path).serial == serial_at(9e9, restores=7) + 1
+
+
 def test_another_nodes_address_is_a_move_too(tmp_path: Path) -> None:
     node = ("/ip4/192.0.2.2/tcp/7701/p2p/12D3KooW",)
     started(tmp_path)
     assert started(tmp_path, replace(HERE, bootstrap=node)).bootstrap == node
 
 
-def test_a_coordinator_follows_nobody_but_reports_another_one_once() -> None:
+def test_a_coordinator_follows_nobody_but_reports_another_one_once(tmp_path: Path) -> None:
     told: list[tuple[str, str]] = []
-    place = OwnPlace(HERE, signed(5, "here:7700"), lambda *event: told.append(event))
+    place = OwnPlace(tmp_path, HERE, signed(5, "here:7700"), lambda *event: told.append(event))
     assert not place.take(place.record)
     assert not place.take(signed(4, "before:7700")) and not told
     for _ in range(3):
@@ -73,6 +106,15 @@ def test_a_coordinator_follows_nobody_but_reports_another_one_once() -> None:
     assert level == "error" and "at there:7700" in text and "Stop this one" in text
     with pytest.raises(RelocationInvalid):
         place.take(b"forged")
+
+
+def test_a_record_of_the_same_serial_is_another_coordinators(tmp_path: Path) -> None:
+    """Two that were rebuilt in one second: peers follow the one that they hear first."""
+    told: list[tuple[str, str]] = []
+    place = OwnPlace(tmp_path, HERE, signed(5, "here:7700"), lambda *event: told.append(event))
+    for _ in range(2):
+        place.take(signed(5, "there:7700"))
+    assert len(told) == 1
 
 
 def test_a_client_with_the_old_invite_follows_a_restart_at_another_port(

@@ -229,8 +229,6 @@ class CoordinatorMachine(Machine):
     running: Running | None = None
     accepts_loss = False
     """whether the organiser has given up what a damaged disk has lost"""
-    signed_again = False
-    """whether the organiser has let it sign where it is after another coordinator had"""
     was_replaced = False
     """whether it began with a copy, which lacks what came after it"""
 

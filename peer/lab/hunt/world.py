@@ -33,8 +33,7 @@ from atoll.coordinator.coordinator import Coordinator
 from atoll.coordinator.copies import keeping as copies_keeping
 from atoll.coordinator.copies import owners, restoring, writing
 from atoll.coordinator.copies.sealing import RecoveryKey
-from atoll.coordinator.notices import ELSEWHERE, LOG_LOST
-from atoll.coordinator.relocating import RELOCATION_FILE
+from atoll.coordinator.notices import LOG_LOST
 from atoll.coordinator.rpc import channel
 from atoll.coordinator.run import admission, eviction
 from atoll.coordinator.run.admission import CLOCK_SLACK_S, Admission
@@ -275,6 +274,16 @@ class World:
         self._undo = [each for each in self._undo if each[0] > self.now()]
         for _, undo in due:
             undo()
+        if due:
+            self._count_later()
+
+    def _count_later(self) -> None:
+        """Count what processes hold a moment from now.
+
+        All that a link has held back arrives at once when it heals, calls too whose callers have
+        long given up: tasks that have not begun, and have nothing to wait for.
+        """
+        self._counts_at_s = max(self._counts_at_s, self.now() + LOOK_S)
 
     def later(self, seconds: float, action: Callable[[], None]) -> None:
         """Do something after a while, or when everything heals."""
@@ -320,7 +329,6 @@ class World:
                 self._say_events()
                 self.audit.fail("orders are decided", self._standing())
             self._accept_loss_later(healed_s)
-            self._sign_again_later(healed_s)
             await self._until(self.now() + LOOK_S)
 
     def _undo_orders(self) -> bool:
@@ -400,6 +408,7 @@ class World:
                 machine.start()
         self.mesh.heal()
         self.wire.heal()
+        self._count_later()
 
     async def _resume(self) -> None:
         healed_s = self.now()
@@ -408,7 +417,6 @@ class World:
             self._do_due()
             self._look()
             self._accept_loss_later(healed_s)
-            self._sign_again_later(healed_s)
             if self.now() - healed_s > RESUMES_S:
                 self._say_events()
                 self.audit.fail("a healed run goes on", self._standing())
@@ -440,22 +448,6 @@ class World:
         if any(event.code == LOG_LOST for event in up.coordinator.status().events):
             coordinator.accepts_loss = True
             coordinator.crash(lost_power=False)
-            coordinator.start()
-
-    def _sign_again_later(self, healed_s: float) -> None:
-        """Do what the organiser does if another coordinator, which is gone, signed its place last.
-
-        It may have been slow to start, while this one was restored.
-        """
-        coordinator, up = self.coordinator, self.coordinator.running
-        if self.now() - healed_s < ORGANISER_S or up is None or coordinator.signed_again:
-            return
-        if any(former.is_up for former in self.former):
-            return
-        if any(event.code == ELSEWHERE for event in up.coordinator.status().events):
-            coordinator.signed_again = True
-            coordinator.crash(lost_power=False)
-            (coordinator.disk.folder / RELOCATION_FILE).unlink()
             coordinator.start()
 
     def _say_events(self) -> None:

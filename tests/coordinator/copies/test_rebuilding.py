@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import shutil
 from pathlib import Path
 
@@ -12,7 +13,9 @@ from atoll.coordinator.copies.rebuilding import BESIDE_KEYS, FollowerToRestore, 
 from atoll.coordinator.copies.target import CopiesError
 from atoll.coordinator.recorded import FOLLOWER_FILE, NoRecord, read
 from atoll.coordinator.run.keys import KEYS_FILE, RunKeys
+from atoll.coordinator.run.relocation import Relocation, serial_at
 from atoll.coordinator.run.spec import RunSpec
+from atoll.coordinator.run.spec import run_id as spec_run_id
 from atoll.coordinator.service.server import MANY_EPOCHS
 from atoll.coordinator.signing import EpochSigner, read_signed
 from atoll.optim.log.replica import log_id
@@ -69,6 +72,28 @@ def test_what_lies_beside_the_keys_comes_along(past: Run, follower: Path) -> Non
     found.restore(found.spec, place, lambda line: None)
     assert (place / "node.key").read_bytes() == b"the node's"
     assert not (place / "notes.txt").exists() and not (place / FOLLOWER_FILE).exists()
+
+
+def test_the_next_place_counts_more_than_the_one_that_the_follower_knew(
+    past: Run, follower: Path
+) -> None:
+    """The lost coordinator may have been a restored one."""
+    keys, place = follower.with_name("backup") / KEYS_FILE, past.state_dir.with_name("new")
+    run_keys = RunKeys.load_or_create(keys)
+    run_id = bytes.fromhex(spec_run_id(SPEC, run_keys.run_public_key))
+    known = Relocation(serial=serial_at(2e9, restores=3), addresses=("lost:7700",))
+    record = known.sign(run_id, run_keys.sign)
+    (follower / FOLLOWER_FILE).write_text(json.dumps({"relocation": record.hex()}))
+    found = FollowerToRestore.found(follower, keys, None, state_dir=place)
+    found.restore(found.spec, place, lambda line: None)
+
+    async def main() -> None:
+        async with net(place, past.swarm) as after:
+            told = after.up.coordinator.relocation
+            now = Relocation.open(told, run_keys.run_public_key, run_id)
+            assert now.serial == known.serial + 1
+
+    asyncio.run(main())
 
 
 def test_keys_of_another_run_are_refused(past: Run, follower: Path, tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ from atoll.coordinator.copies.writing import CopyWriter
 from atoll.coordinator.gossip import ModelKeeper
 from atoll.coordinator.heads import PeerHead
 from atoll.coordinator.kept_log import KeptLog
-from atoll.coordinator.relocating import RELOCATION_FILE
+from atoll.coordinator.relocating import RELOCATION_FILE, RESTORE_FILE
 from atoll.coordinator.run.spec import RunSpec
 from atoll.coordinator.service.server import MANY_EPOCHS
 from atoll.coordinator.signing import EpochSigner, read_signed
@@ -111,6 +111,23 @@ def test_a_restored_coordinator_says_anew_where_it_is(past: Run) -> None:
     place = copied(past)
     assert (past.state_dir / RELOCATION_FILE).exists()
     assert not (place / RELOCATION_FILE).exists()
+    restores = [int((place / RESTORE_FILE).read_bytes())]
+    for name in ("again", "once more"):
+        other = past.state_dir.with_name(name)
+        restore(past.target, past.key, find(past.target, past.key), other)
+        restores.append(int((other / RESTORE_FILE).read_bytes()))
+    assert restores == [2, 3, 4]
+
+
+def test_restores_are_counted_on_in_another_target(past: Run) -> None:
+    place = copied(past)
+    elsewhere = Target(str(past.state_dir.with_name("other target")))
+    key = RecoveryKey.of(place)
+    with opened(place) as log:
+        names = {"run_id": log.files.run_id.hex(), "run_name": "test"}
+        CopyWriter(elsewhere, key, **names, state_dir=place, logs=[log]).write()
+    restore(elsewhere, key, find(elsewhere, key), past.state_dir.with_name("third"))
+    assert int((past.state_dir.with_name("third") / RESTORE_FILE).read_bytes()) == 4
 
 
 async def answers_with(up: Net, swarm: Swarm, head: dict[str, Any], count: int = 3) -> None:

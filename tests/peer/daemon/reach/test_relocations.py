@@ -67,14 +67,14 @@ class Swarm:
         return {name for name, place in self.places.items() if place.record}
 
 
-def test_all_peers_hear_of_it_from_a_coordinator_that_reaches_one():
+def test_all_peers_hear_of_it_from_a_coordinator_that_reaches_one(tmp_path):
     random.seed(1)  # in one of a hundred runs nobody tells one of them, which then has to ask
 
     async def main():
         names = [f"p{i:03}" for i in range(60)]
         swarm = Swarm(*names)
         told = []
-        own = OwnPlace(INVITE, record(), lambda *event: told.append(event))
+        own = OwnPlace(tmp_path, INVITE, record(), lambda *event: told.append(event))
         coordinator = swarm.exchange("coordinator", own, told_of_each=float("inf"))
         for name in names[1:]:
             swarm.network.cut("coordinator", name)
@@ -102,12 +102,12 @@ def test_a_peer_that_is_lost_asks_and_one_that_is_in_touch_does_not():
     run_virtual(main())
 
 
-def test_a_coordinator_hears_that_another_has_taken_its_place():
+def test_a_coordinator_hears_that_another_has_taken_its_place(tmp_path):
     """It was thought dead, and rebuilt from a follower; it has told all peers its own place."""
 
     async def main():
-        swarm, told = Swarm("a", "b", "c"), []
-        own = OwnPlace(INVITE, record(), lambda level, text: told.append(f"{level}: {text}"))
+        swarm, told = Swarm("a", "b", "c"), list[tuple[str, str]]()
+        own = OwnPlace(tmp_path, INVITE, record(), lambda *event: told.append(event))
         coordinator = swarm.exchange("coordinator", own, told_of_each=float("inf"))
         await coordinator.look()
         for place in swarm.places.values():
@@ -116,7 +116,7 @@ def test_a_coordinator_hears_that_another_has_taken_its_place():
         assert not told
         for _ in range(2):
             await coordinator.look(asks=True)
-        assert len(told) == 1 and told[0].startswith("error: ") and "at rebuilt:7700" in told[0]
+        assert len(told) == 1 and told[0][0] == "error" and "at rebuilt:7700" in told[0][1]
         assert own.record == record()
 
     run_virtual(main())

@@ -16,6 +16,7 @@ from __future__ import annotations
 import mmap
 import os
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -34,8 +35,13 @@ class NotOnDisk(ValueError):
 class MappedVectors:
     """Makes vectors that lie in files of a folder."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, map_file: Callable[[int, int], mmap.mmap] = mmap.mmap) -> None:
         """Use a folder, which is made if it is absent.
+
+        Args:
+            folder: on a disk.
+            map_file: maps a file, given its descriptor and its bytes. One that keeps the file open
+                lets another process map it too.
 
         Raises:
             NotOnDisk: its files would lie in memory.
@@ -44,6 +50,7 @@ class MappedVectors:
         folder.mkdir(parents=True, exist_ok=True)
         expect_disk(folder)
         self._folder = folder
+        self._map_file = map_file
 
     def empty(self, numel: int, dtype: torch.dtype = torch.float32) -> Tensor:
         """Return an uninitialised vector, fp32 or bf16; its file goes with the last view of it.
@@ -56,7 +63,7 @@ class MappedVectors:
         num_bytes = numel * dtype.itemsize
         with tempfile.TemporaryFile(prefix="state-", dir=self._folder) as file:
             take_blocks(file.fileno(), num_bytes)
-            memory = mmap.mmap(file.fileno(), num_bytes)
+            memory = self._map_file(file.fileno(), num_bytes)
         return torch.from_numpy(np.frombuffer(memory, dtype=np.uint8)).view(dtype)
 
 

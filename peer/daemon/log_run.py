@@ -16,6 +16,7 @@ import logging
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from functools import partial
+from pathlib import Path
 from typing import ClassVar
 
 from atoll.coordinator.notices import decided, of_damage
@@ -57,6 +58,7 @@ from atoll.optim.state import vectors
 from atoll.optim.state.mapped import MappedVectors
 from atoll.optim.state.outer_state import OuterState, StateError
 from atoll.peer import notices
+from atoll.peer.daemon.beside.segments import Segment
 from atoll.peer.daemon.decisions import Decisions, Reset
 from atoll.peer.daemon.loop_thread import LoopThread
 from atoll.peer.daemon.peer import Environment, Peer
@@ -321,7 +323,6 @@ class LogRun:
         )
         env.files.callback(store.close)
         verify_run = partial(verify_key, env.options.invite.run_key)
-        folder = env.paths.log(module.name)
         core = Replica(
             module,
             store,
@@ -329,9 +330,18 @@ class LogRun:
             verify_run=verify_run,
             is_ledger=self.follows,
             follows=self.follows,
-            allocate=MappedVectors(folder).empty if env.options.state_on_disk else vectors.empty,
+            allocate=self._allocate(env.paths.log(module.name)),
         )
         return LiveReplica(core, compute=env.compute, on_failure=self._decisions.fail)
+
+    def _allocate(self, folder: Path) -> vectors.Allocate:
+        """Return what makes the vectors of the state: in memory, or in files in a folder.
+
+        The trainer's process maps these files too, else it would hold copies in memory.
+        """
+        if not self._env.options.state_on_disk:
+            return vectors.empty
+        return MappedVectors(folder, Segment.of_file).empty
 
     async def _settle(self, joined: Joined | None) -> None:
         """Resume from this machine, or fetch a state."""

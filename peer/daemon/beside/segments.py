@@ -4,10 +4,12 @@ A segment is memory without a name (`memfd_create`; elsewhere POSIX shared memor
 removed at once). Its descriptor travels over a socket, and the system frees it with the last
 process that maps it, however that one ends: nothing is left in /dev/shm.
 
-Long vectors lie in segments (`use_for_vectors`), so to lend one costs a message, not a copy. The
-lender keeps a reference until the other side has dropped its last one, and says so with its next
-message; then the memory is used again, as within one process. What is lent is read only, but for a
-contribution that is spent (`atoll.optim.state.layout.Difference`).
+Long vectors lie in segments (`use_for_vectors`), so to lend one costs a message, not a copy. Those
+of an outer state on a disk lie in segments that are files (`Segment.of_file`), which the other
+process maps as well: the system could not take a copy in memory back. The lender keeps a reference
+until the other side has dropped its last one, and says so with its next message; then the memory is
+used again, as within one process. What is lent is read only, but for a contribution that is spent
+(`atoll.optim.state.layout.Difference`).
 """
 
 from __future__ import annotations
@@ -54,6 +56,24 @@ class Segment(mmap.mmap):
         descriptor = _nameless()
         try:
             os.ftruncate(descriptor, num_bytes)
+        except BaseException:
+            os.close(descriptor)
+            raise
+        return cls._own(descriptor, num_bytes)
+
+    @classmethod
+    def of_file(cls, descriptor: int, num_bytes: int) -> Segment:
+        """Map an open file that has so many bytes; the caller closes the descriptor.
+
+        Raises:
+            OSError: the system has no descriptor, or no addresses, for it.
+        """
+        return cls._own(os.dup(descriptor), num_bytes)
+
+    @classmethod
+    def _own(cls, descriptor: int, num_bytes: int) -> Segment:
+        """Map what this process has made, and close its descriptor with it."""
+        try:
             segment = cls._mapped(descriptor, num_bytes, next(_numbers))
         except BaseException:
             os.close(descriptor)

@@ -7,7 +7,8 @@ import socket
 import pytest
 import torch
 
-from atoll.optim.state import vectors
+from atoll.optim.state import mapped, vectors
+from atoll.optim.state.mapped import MappedVectors
 from atoll.peer.daemon.beside.channel import Channel
 from atoll.peer.daemon.beside.segments import INLINE_BYTES, Segment, segment_of
 
@@ -34,6 +35,19 @@ def test_a_long_vector_is_lent_without_a_copy(ends):
     mine[7] = 2.0
     assert theirs[7] == 2.0 and torch.equal(theirs, mine)
     assert theirs.data_ptr() != mine.data_ptr()  # mapped a second time
+
+
+def test_a_vector_in_a_file_is_lent_without_a_copy(ends, tmp_path, monkeypatch):
+    monkeypatch.setattr(mapped, "IN_MEMORY", ())  # the tests' folder may lie there
+    before = len(os.listdir("/dev/fd"))
+    mine = MappedVectors(tmp_path, Segment.of_file).empty(LONG).fill_(1.0)
+    theirs = sent(ends, mine)
+    mine[7] = 2.0
+    assert theirs[7] == 2.0 and torch.equal(theirs, mine)
+    del mine, theirs
+    deliver_notices(ends[1], ends[0])
+    assert len(os.listdir("/dev/fd")) == before
+    assert ends[0].tensors.lent == 0
 
 
 def test_a_part_of_a_vector_is_lent_with_its_place(ends):

@@ -399,6 +399,7 @@ class World:
         for _, undo in self._undo:
             undo()
         self._undo = []
+        self.faults.forget_commits()
         for machine in self.machines():
             machine.disk.crash_in, machine.disk.is_full = None, False
             self.thaw(machine)

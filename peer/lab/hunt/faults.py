@@ -23,6 +23,7 @@ World = Any
 
 MOST_PEERS = 6
 MOST_FORMER = 2  # coordinators that run on beside the one that was restored last
+LOSE_PARTNER = 0.6  # of faults at commits; the others end the process that has committed
 UNREACHED = 0.7  # of them, that peers reach no more; the others have lost their copies alone
 MOST_TAKEN = 6  # objects of a copy before the target fails; one has about as many
 FORGOTTEN = 0.3  # of pauses and stops: the organiser thinks of them when everything has healed
@@ -37,6 +38,8 @@ class Faults:
         """The number of faults that happened, by kind."""
         self._world = world
         self._ousted: list[str] = []
+        self._at_commits: list[PlannedFault] = []
+        """Faults that wait for the next exchange that is committed."""
 
     def happen(self, fault: PlannedFault) -> None:
         """Let a fault happen."""
@@ -185,6 +188,29 @@ class Faults:
             with suppress(OSError):
                 coordinator.do(evict)
                 self._world.gone.add(peer_id)
+
+    # Commits
+
+    def _commit(self, fault: PlannedFault) -> None:
+        self._at_commits.append(fault)
+
+    def forget_commits(self) -> None:
+        """Let no more commits be struck."""
+        self._at_commits.clear()
+
+    def committed(self, machine: Machine, partner: str) -> None:
+        """Strike a peer that has committed an exchange, before it can tell its partner."""
+        if not self._at_commits:
+            return
+        fault, world = self._at_commits.pop(0), self._world
+        world.say(f"--- {machine.name} has committed an exchange with {partner[-6:]}")
+        if fault.amount >= LOSE_PARTNER:
+            self._down(machine, fault, lost_power=fault.amount > (1 + LOSE_PARTNER) / 2)
+            return
+        other = next(each for each in world.peers if each.identity.peer_id == partner)
+        world.mesh.reset(machine.identity.peer_id, partner)
+        if fault.amount < LOSE_PARTNER / 2:
+            self._cut_off([(machine, other)], fault.lasts_s)
 
     # Copies
 

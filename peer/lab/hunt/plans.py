@@ -40,6 +40,7 @@ FaultKind = Literal[
     "lost",  # the coordinator's machine is lost; another begins with its newest copy
     "uncopied",  # nothing more can be copied, for a while, in the middle of a copy
     "twin",  # another coordinator begins with the newest copy, and the first runs on, out of reach
+    "commit",  # a peer that commits an exchange by gossip loses its partner, or ends, just then
 ]
 
 KINDS: dict[FaultKind, float] = {
@@ -80,6 +81,9 @@ COPIES: dict[FaultKind, float] = {"lost": 2, "uncopied": 1}
 
 TWINS: dict[FaultKind, float] = {"twin": 1}
 """The same in half of those."""
+
+COMMITS: dict[FaultKind, float] = {"commit": 1}
+"""The same in half of the runs by gossip: by chance, faults hardly ever hit a commit on its way."""
 
 LASTS_S = (0.5, 2.0, 5.0, 20.0, 70.0, 200.0)
 AWAY_S = (20.0, 200.0, 900.0, 7200.0)
@@ -171,6 +175,9 @@ def draw(seed: int, *, minutes: float | None = None) -> RunPlan:
     twinning = random.Random(f"twins {seed}")
     if copies and twinning.random() < 0.5:
         faults += _faults(twinning, TWINS, since_s, lasts_s, twinning.choice([30.0, 90.0]))
+    aiming = random.Random(f"aims {seed}")
+    if method == "noloco" and aiming.random() < 0.5:
+        faults += _faults(aiming, COMMITS, since_s, lasts_s, aiming.choice([5.0, 20.0]))
     return RunPlan(
         seed=seed,
         method=method,

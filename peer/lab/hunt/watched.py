@@ -6,6 +6,7 @@ that has been killed still does, nobody hears of.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from atoll.optim.inprocess.gossip import Met
@@ -75,7 +76,7 @@ class WatchedGossipPeer(GossipPeer):
 
 
 class WatchedMeeting(Meeting):
-    """A meeting whose result the world's audit knows before it is committed."""
+    """A meeting whose result the world's audit knows, and whose commit the world's faults see."""
 
     async def trade(self) -> Met:
         """Send and receive all vectors, and tell what comes of it."""
@@ -85,6 +86,17 @@ class WatchedMeeting(Meeting):
             audit = machine.world.audit.mass
             audit.offered(process_of(machine), self._exchange, self._mine, met.state)
         return met
+
+    async def decide(self, commit: Callable[[], None]) -> None:
+        """Commit, and let that moment be struck before the other side knows."""
+
+        def commit_and_tell() -> None:
+            commit()
+            machine = living()
+            if machine is not None:
+                machine.world.faults.committed(machine, self._stream.remote)
+
+        await super().decide(commit_and_tell)
 
 
 class WatchedInvitee(Invitee):

@@ -106,6 +106,12 @@ def test_a_bug_is_found_and_shrinks() -> None:
     assert small.lasts_s <= plan.lasts_s
 
 
+@pytest.mark.exhaustive
+def test_a_doubt_that_is_guessed_away_is_found() -> None:
+    broken = run_plan(plans.draw(2, minutes=1.0), "assumed-outcome").broken
+    assert broken is not None and broken.rule == "gossip conserves mass"
+
+
 @pytest.mark.parametrize(
     ("bug", "seed", "rule"),
     [

@@ -86,6 +86,7 @@ SIZES: dict[str, dict[str, Any]] = {
 TINY = "1m"
 TIMED = "10m"  # whose steps are timed, to choose those of a window
 START_S = 120.0  # until the invite is written
+END_S = 600.0  # until the coordinator tells of the last round: it applies the rounds beside others
 CHECKPOINTS = 2  # of a run, and kept
 LATE = "late"  # the name of the peer that joins in the middle
 LATE_ROUNDS = 3  # that take its work: the first follows a window that counts nothing
@@ -354,7 +355,7 @@ def last_status(invite: Invite, rounds: int) -> RunStatus:
     Raises:
         RuntimeError: it does not come.
     """
-    deadline_s = time.monotonic() + START_S
+    deadline_s = time.monotonic() + END_S
     while time.monotonic() < deadline_s:
         with suppress(CoordinatorError):
             status = look(invite)

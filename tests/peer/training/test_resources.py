@@ -13,6 +13,7 @@ from atoll.peer.daemon.consent import needs_of
 from atoll.peer.lab.advice import as_run
 from atoll.peer.lab.plan import PlanError, bare_model, needed, sizes_of
 from atoll.peer.recovery import bodies as of_recovery
+from atoll.peer.training.activations import step_of
 from atoll.peer.training.resources import (
     BODIES_AHEAD,
     BODIES_AHEAD_BYTES,
@@ -111,10 +112,11 @@ def test_a_state_on_a_disk_leaves_what_a_round_makes(state):
     # model and moments, residual before and after, the loss of half of the values
     left = PEER_PROCESS_BYTES + (12 + 8 + 2) * numel + frames
     assert needs.peer_memory - needs.peer_state == left
-    # with gradients, the residual, and the loss of the last round
+    # with gradients, the residual, and a spare vector: in memory of all values
+    activations = step_of(spec, Layout.of(model), half=False).more_bytes
+    rest = needs.step_memory - PEER_PROCESS_BYTES - activations - (16 + 4 + 4) * numel
+    assert rest == (4 + spec.method().memory_dtype.itemsize) * numel
     in_step = needs.step_memory - needs.step_state
-    activations = needs.step_memory - PEER_PROCESS_BYTES - (16 + 4 + 4) * numel
-    activations -= (4 + spec.method().memory_dtype.itemsize) * numel
     assert in_step == PEER_PROCESS_BYTES + (16 + 4 + 2) * numel + activations
     assert needs.host_memory(on_gpu=False, state_on_disk=True) == max(left, in_step)
     on_host = needs.host_memory(on_gpu=True, state_on_disk=True)

@@ -25,6 +25,10 @@ process of its own. With `--followers`, so many follow the run from its start. W
 more peer joins after a third of the rounds, and fetches from peers and followers; the run goes on
 beyond its rounds until some have taken that peer's work. No pieces are timed then.
 
+Windows take seconds, unless `--inner-steps` says how many steps they have: in windows of less than
+5 s, or 70 ns a parameter, peers keep memory that they give back between long ones. People's take
+minutes. So that many steps are chosen, by the time of a step of 10m on this machine.
+
 Seconds of phases are those that the peers report, means over the rounds after the first three, as
 are the bytes that a peer sends, which the kernel counts. Processor seconds are of a process over
 its whole life, divided by the rounds. Memory, disk and bytes are compared with what `atoll plan`
@@ -40,7 +44,6 @@ alone; what it held at its peak is given beside its times.
 
 import argparse
 import json
-import math
 import os
 import statistics
 import subprocess
@@ -56,13 +59,16 @@ from typing import IO, Any
 
 import psutil
 from circumstances import circumstances
+from sizes_memory import Process
 from sizes_pieces import all_pieces, piece_table
+from sizes_windows import LEAST_STEPS, long_steps, step_ns
 from torch import nn
 
 from atoll.coordinator.rpc.client_errors import CoordinatorError
 from atoll.coordinator.run.invite import Invite
 from atoll.coordinator.run.spec import RunSpec, template
 from atoll.coordinator.run.status import RunStatus
+from atoll.optim.state.layout import Layout
 from atoll.peer.cli.watching import look
 from atoll.peer.lab.advice import as_run
 from atoll.peer.lab.plan import Setting, bare_model, needed, predict
@@ -78,7 +84,9 @@ SIZES: dict[str, dict[str, Any]] = {
     "300m": {"preset": "350m", "overrides": {"num_layers": 21}},
 }
 TINY = "1m"
+TIMED = "10m"  # whose steps are timed, to choose those of a window
 START_S = 120.0  # until the invite is written
+END_S = 600.0  # until the coordinator tells of the last round: it applies the rounds beside others
 CHECKPOINTS = 2  # of a run, and kept
 LATE = "late"  # the name of the peer that joins in the middle
 LATE_ROUNDS = 3  # that take its work: the first follows a window that counts nothing
@@ -86,7 +94,6 @@ WARM_ROUNDS = 3  # the first rounds include imports, the first state and measure
 POLL_S = 0.1  # at least: looking takes the kernel longer the larger a process is
 LOOKING = 0.25  # of the time is spent looking, at most
 STALL_S = 60.0  # a round of hundreds of millions of parameters on a few shared cores takes minutes
-FILES_S = 2.0  # libraries hardly change, and a look at all mappings takes 20 ms a process
 PIECE_PARAMS = "10000000,50000000"
 
 LAUNCH = """
@@ -96,92 +103,6 @@ sys.exit(launch(sys.argv[2:], int(sys.argv[1]), on_event=print))
 """
 
 Facts = dict[str, Any]
-
-
-@dataclass
-class Process:
-    """Peaks of a process with those that belong to it, alone on a machine, and of its p2pd.
-
-    Memory that they share with each other counts once.
-    """
-
-    peak_bytes: int = 0
-    anonymous_bytes: int = 0
-    """The largest sample without pages of files, which the system takes back if it needs them."""
-    file_bytes: int = 0
-    """The largest sample of pages of files: libraries, and an outer state that is mapped."""
-    p2pd_bytes: int = 0
-    cpu_s: float = 0.0
-    files_at_s: float = -math.inf
-    """When pages of files were counted; that takes some time."""
-
-    def sample(self, pid: int) -> None:
-        """Read what the kernel knows of a live process."""
-        with suppress(psutil.Error):
-            process = psutil.Process(pid)
-            ours, cpu_s = [pid], 0.0
-            for child in process.children(recursive=True):
-                if "p2pd" in child.name():
-                    peak = memory(child.pid, "status").get("VmHWM", 0)
-                    self.p2pd_bytes = max(self.p2pd_bytes, peak)
-                else:
-                    ours.append(child.pid)
-            for each in ours:
-                times = psutil.Process(each).cpu_times()
-                cpu_s += times.user + times.system
-            self.cpu_s = max(self.cpu_s, cpu_s)
-            if time.monotonic() > self.files_at_s + FILES_S:
-                self.files_at_s = time.monotonic()
-                self.file_bytes = max(self.file_bytes, file_bytes(ours))
-            found = [memory(each, "smaps_rollup") for each in ours]
-            anonymous = sum(each.get("Pss", 0) - each.get("Pss_File", 0) for each in found)
-            self.anonymous_bytes = max(self.anonymous_bytes, anonymous)
-            self.peak_bytes = max(self.peak_bytes, anonymous + self.file_bytes)
-
-
-def file_bytes(pids: Sequence[int]) -> int:
-    """Return the bytes of files that some processes have in memory.
-
-    Of each file those of the process that has the most: they mostly have the same pages.
-    """
-    most = dict[str, int]()
-    for pid in pids:
-        for path, size in mapped_files(pid).items():
-            most[path] = max(size, most.get(path, 0))
-    return sum(most.values())
-
-
-def mapped_files(pid: int) -> dict[str, int]:
-    """Return the bytes of each file that a process has in memory, by path."""
-    try:
-        lines = Path(f"/proc/{pid}/smaps").read_text().splitlines()
-    except OSError:
-        return {}
-    found, path = dict[str, int](), ""
-    for line in lines:
-        name, _, value = line.partition(":")
-        if "-" in name:  # addresses, permissions, offset, device, inode, path
-            fields = line.split(maxsplit=5)
-            path = fields[5] if fields[4] != "0" and not is_memory(fields[5]) else ""
-        elif path and name in ("Rss", "Anonymous"):
-            size = 1024 * int(value.split()[0])
-            found[path] = found.get(path, 0) + (size if name == "Rss" else -size)
-    return found
-
-
-def is_memory(path: str) -> bool:
-    """Return whether a mapped file is memory that processes share."""
-    return path.startswith(("/memfd:", "/dev/shm/", "/dev/zero", "/SYSV"))
-
-
-def memory(pid: int, table: str) -> dict[str, int]:
-    """Return the sizes in a file of /proc/PID in bytes; empty if the process has ended."""
-    try:
-        lines = Path(f"/proc/{pid}/{table}").read_text().splitlines()
-    except OSError:
-        return {}
-    pairs = (line.split(":", 1) for line in lines if line.endswith(" kB"))
-    return {name: 1024 * int(value.split()[0]) for name, value in pairs}
 
 
 @dataclass(kw_only=True)
@@ -212,8 +133,8 @@ class Measured:
         if keeps_all(name):
             kept = plan.coordinator_disk + self.rounds * plan.coordinator_disk_a_round
             return plan.coordinator_memory - self.state_on_disk * plan.coordinator_state, kept
-        memory = plan.host_memory(on_gpu=False)
-        return memory - self.state_on_disk * plan.peer_state, plan.peer_disk
+        memory = plan.host_memory(on_gpu=False, state_on_disk=self.state_on_disk)
+        return memory, plan.peer_disk
 
     def held_bytes(self, name: str, tiny: Process) -> int:
         """Return the memory of a process that the plan is compared with."""
@@ -240,6 +161,17 @@ def spec_of(size: str, options: argparse.Namespace) -> RunSpec:
         "coordinator": {"checkpoint_every": options.rounds // 2, "keep_checkpoints": CHECKPOINTS},
     }
     return RunSpec.from_dict(told | of_method | {"inner": inner | of_method["inner"]})
+
+
+def steps_of(sizes: Sequence[str], options: argparse.Namespace) -> dict[str, int]:
+    """Return the inner steps of a window by size: as asked for, or of windows like people's."""
+    if options.inner_steps is not None:
+        return dict.fromkeys(sizes, options.inner_steps)
+    options.inner_steps = LEAST_STEPS
+    ns = step_ns(spec_of(TIMED, options))
+    params = {size: Layout.of(bare_model(spec_of(size, options))).numel for size in sizes}
+    # The tiny model has no long vectors, which windows decide on.
+    return {size: LEAST_STEPS if size == TINY else long_steps(params[size], ns) for size in sizes}
 
 
 def keeps_all(name: str) -> bool:
@@ -423,7 +355,7 @@ def last_status(invite: Invite, rounds: int) -> RunStatus:
     Raises:
         RuntimeError: it does not come.
     """
-    deadline_s = time.monotonic() + START_S
+    deadline_s = time.monotonic() + END_S
     while time.monotonic() < deadline_s:
         with suppress(CoordinatorError):
             status = look(invite)
@@ -540,7 +472,7 @@ def parser() -> argparse.ArgumentParser:
     add("--late", action="store_true", help="let one more peer join in the middle of the run")
     add("--ranks", type=int, default=1, help="processes that train as one peer (default 1)")
     add("--rounds", type=int, default=12, help="rounds of a run (default %(default)s)")
-    add("--inner-steps", type=int, default=2, help="inner steps per window (default %(default)s)")
+    add("--inner-steps", type=int, help="inner steps of a window (default: of one of seconds)")
     add("--pieces", metavar="PARAMS", help="time the pieces alone, of so many parameters each")
     add("--timeout", type=float, default=900.0, help="seconds for a run (default %(default)s)")
     add("--rerun", action="store_true", help="measure")
@@ -565,14 +497,18 @@ def main() -> int:
         print(f"bench: the first {WARM_ROUNDS} rounds do not count; pass more", file=sys.stderr)
         return 2
     if options.pieces:
+        options.inner_steps = LEAST_STEPS  # no piece depends on them
         print("\n".join(piece_table(all_pieces(options.pieces, options))))
         return 0
     if options.rerun or not SAVED.exists():
+        of_size = steps_of([TINY, *sizes], options)
+        options.inner_steps = of_size[TINY]
         rows = [] if options.followers or options.late else all_pieces(PIECE_PARAMS, options)
         options.log.parent.mkdir(exist_ok=True)
         with options.log.open("wb") as log:
             tiny = measure(TINY, options, log)
             for size in sizes:
+                options.inner_steps = of_size[size]
                 rows += rows_of(measure(size, options, log), tiny)
                 print(table(rows), file=sys.stderr, flush=True)
         facts = circumstances() | {
@@ -583,6 +519,7 @@ def main() -> int:
             "followers": options.followers,
             "late": options.late,
             "ranks": options.ranks,
+            "inner_steps": of_size,
             "rows": rows,
         }
         if options.save:

@@ -19,7 +19,7 @@ import logging
 import operator
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -194,6 +194,8 @@ class Worker(ABC):
         self.inner_steps = inner_steps
         self.delay = delay
         self.method = method
+        self.make_room: Callable[[], None] = lambda: None
+        """called before contributions are made, which take memory: drops what a step took"""
         self._delay_share = delay / inner_steps
         self.layout = Layout.of(model)
         loops.expect_optimizer_of(model, self.inner)
@@ -352,6 +354,7 @@ class Worker(ABC):
             self._wait()
         ended = self._ended()
         if ended:
+            self.make_room()
             self._wait(tuple(map(self._contribution, ended)))
 
     def state_dict(self) -> dict[str, Any]:

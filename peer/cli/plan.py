@@ -289,7 +289,11 @@ def _params(model: Any) -> int:  # noqa: ANN401 - a module
 def _needs(needs: "Resources") -> str:
     """Return what the run needs of each machine."""
     gb = {name: f"{count / 1e9:.3g} GB" for name, count in asdict(needs).items()}
-    on_cpu, on_host = (f"{needs.host_memory(on_gpu=gpu) / 1e9:.3g} GB" for gpu in (False, True))
+    on_cpu, on_host, on_cpu_left, on_host_left = (
+        f"{needs.host_memory(on_gpu=gpu, state_on_disk=on_disk) / 1e9:.3g} GB"
+        for on_disk in (False, True)
+        for gpu in (False, True)
+    )
     text = (
         f"A peer that trains on its processor needs {on_cpu} of memory at the peak. With a GPU it "
         f"needs {gb['gpu_memory']} there, or at least {gb['gpu_memory_least']} with one sequence "
@@ -299,7 +303,8 @@ def _needs(needs: "Resources") -> str:
         f"{gb['coordinator_disk']} of disk, with {gb['coordinator_disk_free']} free, and "
         f"{gb['coordinator_disk_a_round']} more disk a round. With --outer-state disk, "
         f"{gb['peer_state']} of a peer's memory and {gb['coordinator_state']} of the "
-        "coordinator's are files on the disk."
+        f"coordinator's are files on the disk, which leaves a peer's at {on_cpu_left}, or "
+        f"{on_host_left} with a GPU."
     )
     return textwrap.fill(text, WIDTH) + "\n"
 

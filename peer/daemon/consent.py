@@ -29,6 +29,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -156,7 +157,13 @@ def _mapped(needs: Resources, *, state_on_disk: bool) -> tuple[str, ...]:
     """Return how much of the memory lies in files, as the owner wishes."""
     if not state_on_disk:
         return ()
-    return (f"outer state: on the disk, {size(needs.peer_state)} of that memory",)
+    on_cpu, on_host = (
+        size(needs.host_memory(on_gpu=on_gpu, state_on_disk=True)) for on_gpu in (False, True)
+    )
+    return (
+        f"outer state: on the disk, {size(needs.peer_state)}, which leaves {on_cpu} of that "
+        f"memory, {on_host} with a GPU",
+    )
 
 
 def _part(spec: RunSpec, module: str) -> str:
@@ -232,9 +239,10 @@ def expect_room(
             f"on the processor with --device cpu, or ask the organiser for {smaller}, or "
             'inner.state = "8bit"'
         )
-    memory, there = needs.host_memory(on_gpu=gpu_bytes is not None) - mapped, memory_total()
+    held = partial(needs.host_memory, on_gpu=gpu_bytes is not None)
+    memory, there = held(state_on_disk=state_on_disk), memory_total()
     if memory > there:
-        fits = not mapped and memory - needs.peer_state <= there
+        fits = not state_on_disk and held(state_on_disk=True) <= there
         remedy = "keep the outer state in files with --outer-state disk" if fits else ""
         raise NoRoom(
             f"{what} needs {size(memory)} of memory, and this machine or container has "

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from torch import nn
 
@@ -20,6 +21,7 @@ from atoll.optim.inner import muon_groups
 from atoll.optim.log.store import KEPT_SNAPSHOTS
 from atoll.optim.methods.base import Method
 from atoll.optim.state.layout import Layout
+from atoll.optim.state.vectors import SPARE
 from atoll.peer.training.activations import StepPass, step_of
 
 LEDGER_SNAPSHOTS = 2  # that a coordinator keeps beside the first state, which stays everywhere
@@ -99,13 +101,18 @@ class Resources:
     """Host memory of a peer that trains on its processor, while it fetches the state of the run."""
     recovery_memory_on_gpu: int
     """The same of a peer whose models and inner state are on GPUs."""
+    peer_state: int
+    """What `--outer-state disk` takes out of `peer_memory`: the common state and an update, which
+    lie in files instead."""
+    step_state: int
+    """What it takes out of `step_memory`."""
+    recovery_state: int
+    """What it takes at least out of `recovery_memory`, and of the same on a GPU."""
     gpu_memory: int
     """Memory of a GPU in the same step."""
     gpu_memory_least: int
     """The same for one sequence at a time, recomputed. Activations of other models than built-in
     ones are not counted."""
-    peer_state: int
-    """The common state and an update in it: with `--outer-state disk` in files instead."""
     coordinator_memory: int
     coordinator_state: int
     """The common state in it, likewise."""
@@ -119,11 +126,18 @@ class Resources:
     coordinator_disk_a_round: int
     """Added by each round: the coordinator keeps every update."""
 
-    def host_memory(self, *, on_gpu: bool) -> int:
-        """Return the host memory of a peer at the peak, of steps, rounds and recoveries."""
+    def host_memory(self, *, on_gpu: bool, state_on_disk: bool = False) -> int:
+        """Return the host memory of a peer at the peak, of steps, rounds and recoveries.
+
+        With the state on a disk, without the pages of its files, which the system takes back if it
+        needs them.
+        """
+        in_round = self.peer_memory - state_on_disk * self.peer_state
+        files = state_on_disk * self.recovery_state
         if on_gpu:
-            return max(self.peer_memory - self.inner_memory, self.recovery_memory_on_gpu)
-        return max(self.peer_memory, self.step_memory, self.recovery_memory)
+            return max(in_round - self.inner_memory, self.recovery_memory_on_gpu - files)
+        in_step = self.step_memory - state_on_disk * self.step_state
+        return max(in_round, in_step, self.recovery_memory - files)
 
 
 def resources(
@@ -146,6 +160,7 @@ def resources(
         ranks: processes that train as one peer, on one machine; on the processor each has a model.
     """
     every, state = spec.round.snapshot_every, state_bytes(method, weights.layout)
+    mapped = mapped_bytes(method, weights.layout)
     # A peer keeps the updates since the oldest of its snapshots, whatever its budget says.
     needed = KEPT_SNAPSHOTS * every * sum(bodies) // len(bodies)
     checkpoints = max(1, spec.coordinator.keep_checkpoints)
@@ -155,20 +170,25 @@ def resources(
     # A stage computes on in its rounds. Of several ranks, all still have gradients when their sum
     # is largest, as measured.
     inner = waiting if ranks == spec.topology.stages == 1 else ranks * whole
-    recovery = of_ranks + recovery_bytes(method, weights, bodies=bodies)
     built = FP32 * (weights.layout.numel + weights.frozen)  # in host memory, then on its device
-    recovery_on_gpu = recovery_bytes(method, weights, bodies=bodies, model_bytes=built)
+    fetching = partial(recovery_bytes, method, weights, bodies=bodies)
+    recovery, recovery_on_gpu = fetching(), fetching(model_bytes=built)
+    without_state = fetching(state_on_disk=True), fetching(model_bytes=built, state_on_disk=True)
+    spare, on_disk = (spare_bytes(weights.layout, parts=parts) for parts in (1, max(1, peers)))
+    in_files = state + spare - on_disk
     in_round, in_step = of_ranks + inner - waiting, of_ranks + (ranks - 1) * whole
     return Resources(
         peer_memory=memory_bytes(method, weights, peers=peers, bodies=bodies) + in_round,
         inner_memory=inner,
         step_memory=in_step
         + step_bytes(spec, method, weights, peers=peers, bodies=bodies, ranks=ranks),
-        recovery_memory=recovery + ranks * whole,
+        recovery_memory=of_ranks + recovery + ranks * whole,
         recovery_memory_on_gpu=of_ranks + recovery_on_gpu,
         gpu_memory=whole + _activation_bytes(spec, on_gpu),
         gpu_memory_least=whole + (0 if on_gpu is None else on_gpu.least.more_bytes),
-        peer_state=mapped_bytes(method, weights.layout),
+        peer_state=mapped,
+        step_state=mapped if method.hidden_steps(1) else in_files,
+        recovery_state=min(recovery - without_state[0], recovery_on_gpu - without_state[1]),
         coordinator_memory=ledger_bytes(method, weights.layout, peers=peers, bodies=bodies),
         coordinator_state=state + _beside(method, weights.layout),
         peer_disk=(1 + KEPT_SNAPSHOTS) * state
@@ -205,7 +225,12 @@ def memory_bytes(method: Method, weights: Weights, *, peers: int, bodies: Sequen
 
 
 def recovery_bytes(
-    method: Method, weights: Weights, *, bodies: Sequence[int], model_bytes: int = 0
+    method: Method,
+    weights: Weights,
+    *,
+    bodies: Sequence[int],
+    model_bytes: int = 0,
+    state_on_disk: bool = False,
 ) -> int:
     """Return the bytes of a peer that fetches a state, beside models and inner state.
 
@@ -217,12 +242,14 @@ def recovery_bytes(
         weights: of the model.
         bodies: bytes of the update of each fragment.
         model_bytes: of a model that a joining peer builds here before it moves to its device.
+        state_on_disk: whether states, and the update that becomes one, lie in files.
     """
+    in_memory = 0 if state_on_disk else 1
     state, vector = state_bytes(method, weights.layout), FP32 * weights.layout.numel
-    behind = 2 * state + (vector if method.residual > 0 else 0)
+    behind = in_memory * 2 * state + (vector if method.residual > 0 else 0)
     longest = max(bodies)
     ahead = min(BODIES_AHEAD * longest, max(BODIES_AHEAD_BYTES, longest))
-    joins = state + _beside(method, weights.layout) + vector + ahead + model_bytes
+    joins = in_memory * mapped_bytes(method, weights.layout) + ahead + model_bytes
     return PEER_PROCESS_BYTES + max(behind, joins)
 
 
@@ -257,7 +284,16 @@ def step_bytes(
         return activations + memory_bytes(method, weights, peers=peers, bodies=bodies)
     vectors = method.window_vectors + (1 if method.residual > 0 else 0)
     kept = state_bytes(method, weights.layout) + FP32 * vectors * weights.layout.numel
+    kept += spare_bytes(weights.layout)
     return PEER_PROCESS_BYTES + inner_bytes(weights) + kept + activations
+
+
+def spare_bytes(layout: Layout, *, parts: int = 1) -> int:
+    """Return the bytes that wait for the next round in the network process.
+
+    The old parameters, or with a state on a disk only the loss of one of so many parts.
+    """
+    return round(SPARE * FP32 * layout.numel) // parts
 
 
 def _activation_bytes(spec: RunSpec, step: StepPass | None) -> int:

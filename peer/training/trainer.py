@@ -203,7 +203,6 @@ class Trainer:
             reducer,
             self._committed,
             beside=self._beside(),
-            make_room=self._make_room,
             done_units=self._stream.held.hand_in if isinstance(self._stream, UnitStream) else None,
         )
         at = self.options.position
@@ -236,6 +235,7 @@ class Trainer:
             self._reducer,
             inner_steps=self.timetable.window(at),
         )
+        self.worker.make_room = self._make_room
         # The run may have moved on, or ended, since this peer joined; no commit tells it then.
         self._progress.position = max(at, self._reducer.position)
         self._statistics = TrainerStatistics(
@@ -843,7 +843,7 @@ class Trainer:
             self._progress.dropped_in_a_row = 0
 
     def _make_room(self) -> None:
-        """Drop what a step took before this peer waits for a round, which takes the most memory."""
+        """Drop what a step took, before a copy of the parameters is handed in and waited for."""
         waits = self.worker.delay == 0 and self.worker.inner_steps > 1
         if waits and isinstance(self.learner, Learner):  # a stage computes on meanwhile
             self.learner.clear()
@@ -967,7 +967,6 @@ class WatchedReducer:
         on_commit: Callable[[Commit], None],
         *,
         beside: BesideWaits | None = None,
-        make_room: Callable[[], None] = lambda: None,
         done_units: Callable[[int], int] | None = None,
     ) -> None:
         """Wrap a reducer.
@@ -976,10 +975,9 @@ class WatchedReducer:
             inner: the reducer of the run.
             on_commit: called with each commit, before the method receives it.
             beside: what is done meanwhile by the thread that waits.
-            make_room: called before a contribution is handed in.
             done_units: returns the units behind a contribution, given its tokens.
         """
-        self._beside, self._make_room, self._done_units = beside, make_room, done_units
+        self._beside, self._done_units = beside, done_units
         self._fragments: set[int] = set()
         self._inner, self._on_commit = inner, on_commit
         self._settle: Settle | None = None
@@ -1030,7 +1028,6 @@ class WatchedReducer:
     def submit(self, contribution: Contribution) -> None:
         """Submit a contribution and count it as unsettled."""
         self._fragments.add(contribution.fragment)
-        self._make_room()
         if self._done_units is not None:
             units = self._done_units(contribution.tokens)
             contribution = replace(contribution, units=units)

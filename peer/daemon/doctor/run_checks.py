@@ -143,10 +143,11 @@ def room_finding(needs: Resources, folder: Path, *, module: str = WHOLE) -> Find
         fact, _, remedy = str(error).partition("; ")
         return problem("room", fact, remedy)
     disk, memory = needs.peer_disk + needs.peer_disk_free, needs.host_memory(on_gpu=False)
+    moved = memory - needs.host_memory(on_gpu=False, state_on_disk=True)
     return ok(
         "room",
         f"{module or 'the run'} needs {size(memory)} of memory, of which --outer-state "
-        f"disk moves {size(needs.peer_state)} to files, and {size(disk)} of disk",
+        f"disk moves {size(moved)} to files, and {size(disk)} of disk",
     )
 
 

@@ -149,13 +149,18 @@ def test_a_state_on_the_disk_fits_where_one_in_memory_does_not(tmp_path, monkeyp
     monkeypatch.setattr(mapped, "IN_MEMORY", ())  # the tests' folder may lie there
     run = terms_of(model={"preset": "mini"})
     needs = needs_of(run.spec, run.layout)
-    there = SimpleNamespace(total=needs.host_memory(on_gpu=False) - needs.peer_state)
+    there = SimpleNamespace(total=needs.host_memory(on_gpu=False, state_on_disk=True))
     monkeypatch.setattr(psutil, "virtual_memory", lambda: there)
     with pytest.raises(NoRoom, match="keep the outer state in files with --outer-state disk, or"):
         Owner(tmp_path).admit(run)
     owner = Owner(tmp_path, state_on_disk=True)
     owner.admit(run)
-    assert "outer state: on the disk, 129 MB of that memory" in owner.shown
+    (shown,) = [line for line in owner.shown if line.startswith("outer state")]
+    assert shown.startswith("outer state: on the disk, 129 MB, which leaves ")
+    there.total -= 1
+    with pytest.raises(NoRoom, match=r"and this machine or container has .*; join from a larger"):
+        Owner(tmp_path / "small", state_on_disk=True).admit(run)
+    there.total += 1
     needed = needs.peer_disk + needs.peer_disk_free + needs.peer_state
     disk = SimpleNamespace(free=needed - 100)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: disk)

@@ -6,21 +6,25 @@ import torch
 from atoll.coordinator.run.spec import RunSpec
 from atoll.optim import methods
 from atoll.optim.inprocess.gossip import Side, meet
+from atoll.optim.state import vectors
 from atoll.optim.state.layout import Layout
 from atoll.optim.state.outer_state import OuterState
 from atoll.peer.daemon.consent import needs_of
 from atoll.peer.lab.advice import as_run
-from atoll.peer.lab.plan import PlanError, bare_model, needed
+from atoll.peer.lab.plan import PlanError, bare_model, needed, sizes_of
 from atoll.peer.recovery import bodies as of_recovery
+from atoll.peer.training.activations import step_of
 from atoll.peer.training.resources import (
     BODIES_AHEAD,
     BODIES_AHEAD_BYTES,
     LAUNCHER_PROCESS_BYTES,
     MEETING_VECTORS,
+    PEER_BODIES,
     PEER_PROCESS_BYTES,
     RANK_PROCESS_BYTES,
     Weights,
     recovery_bytes,
+    spare_bytes,
 )
 from support.live_memory import Live
 
@@ -97,6 +101,42 @@ def test_a_peer_that_joins_has_bodies_that_come_ahead():
     for body, bodies in ((numel, 6 * numel), (48 << 20, 64 << 20), (80 << 20, 80 << 20)):
         joins = PEER_PROCESS_BYTES + (6 + 4) * numel + bodies
         assert recovery_bytes(spec.method(), weights, bodies=[body]) == joins
+
+
+@pytest.mark.parametrize("state", ["fp32", "bf16"])
+def test_a_state_on_a_disk_leaves_what_a_round_makes(state):
+    spec = spec_of(f"diloco(state={state})", "30m")
+    model = bare_model(spec)
+    needs, numel = needed(spec, model, 2), Layout.of(model).numel
+    frames = PEER_BODIES * sum(f.body_bytes for f in sizes_of(spec.method(), Layout.of(model)))
+    # model and moments, residual before and after, the loss of half of the values
+    left = PEER_PROCESS_BYTES + (12 + 8 + 2) * numel + frames
+    assert needs.peer_memory - needs.peer_state == left
+    # with gradients, the residual, and a spare vector: in memory of all values
+    activations = step_of(spec, Layout.of(model), half=False).more_bytes
+    rest = needs.step_memory - PEER_PROCESS_BYTES - activations - (16 + 4 + 4) * numel
+    assert rest == (4 + spec.method().memory_dtype.itemsize) * numel
+    in_step = needs.step_memory - needs.step_state
+    assert in_step == PEER_PROCESS_BYTES + (16 + 4 + 2) * numel + activations
+    assert needs.host_memory(on_gpu=False, state_on_disk=True) == max(left, in_step)
+    on_host = needs.host_memory(on_gpu=True, state_on_disk=True)
+    assert on_host == left - needs.inner_memory
+    # One that fetches a state has no more than its bodies and residual in memory.
+    fetching = needs.recovery_memory - needs.recovery_state
+    assert fetching <= PEER_PROCESS_BYTES + 20 * numel + BODIES_AHEAD_BYTES
+
+
+def test_what_waits_in_a_step_is_what_a_peer_keeps(monkeypatch):
+    monkeypatch.setattr(vectors, "_keeps", True)
+    monkeypatch.setattr(vectors, "_most", vectors.SHORT_SPARE)
+    layout = Layout(names=("w",), shapes=((2 * vectors.LONG,),))
+    vectors.release()
+    held = [vectors.empty(layout.numel) for _ in range(3)]
+    del held
+    vectors.trim(layout.numel)
+    assert vectors.spare_bytes() == spare_bytes(layout) == 4 * layout.numel
+    vectors.release()
+    assert spare_bytes(layout, parts=4) == layout.numel
 
 
 def test_no_rank_is_refused():

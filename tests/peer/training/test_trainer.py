@@ -195,6 +195,22 @@ def test_a_joiner_starts_at_the_step_of_the_run(corpus):
     assert trainer.statistics().position == 3
 
 
+@pytest.mark.parametrize(("spec", "keeps"), [("diloco", False), ("diloco(tau=2)", True)])
+def test_gradients_are_gone_before_a_copy_that_is_waited_for(corpus, spec, keeps, monkeypatch):
+    run = make_spec(outer={"method": spec})
+    trainer = make(corpus, run, InProcessGroup(1, run.method()).member(0))
+    held, flatten = [], trainer.worker.places.flatten
+
+    def watched(model, index):
+        held.append(any(param.grad is not None for param in model.parameters()))
+        return flatten(model, index)
+
+    monkeypatch.setattr(trainer.worker.places, "flatten", watched)
+    for _ in range(2 * H):
+        trainer.step()
+    assert held == [keeps] * 2
+
+
 def test_the_schedule_follows_the_position(corpus):
     trainer = make(corpus)
     for step in range(3 * H):

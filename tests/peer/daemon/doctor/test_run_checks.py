@@ -48,7 +48,7 @@ def test_it_is_said_whether_the_run_fits(tmp_path, monkeypatch):
     monkeypatch.setattr(consent, "memory_total", lambda: needs.step_memory)
     found = room_finding(needs, tmp_path)
     assert found.health is Health.OK
-    assert "--outer-state disk moves 129 MB to files" in found.fact
+    assert "--outer-state disk moves 107 MB to files" in found.fact
     monkeypatch.setattr(consent, "memory_total", lambda: needs.step_memory - 1)
     found = room_finding(needs, tmp_path)
     assert found.health is Health.PROBLEM

@@ -64,11 +64,10 @@ class Source(Protocol):
 
 
 class LastSource(Source, Protocol):
-    """The coordinator: it may have a state that no entry certifies yet."""
+    """The coordinator: it vouches for states that no entry certifies yet."""
 
-    @property
-    def signed_root(self) -> SignedRoot | None:
-        """Return the root of its newest snapshot by the run's key, as of the last `head`."""
+    async def signed_root(self, position: int) -> SignedRoot | None:
+        """Return the root of its state at a position by the run's key, unverified."""
         ...
 
 
@@ -177,14 +176,11 @@ class CoordinatorSource:
         self.epoch = 0
         self.position = 0
         self.chain = bytes(32)
-        self.signed_root: SignedRoot | None = None
-        """of its newest snapshot, as of the last `head`"""
 
     async def head(self) -> Head:
         """Return its position and its newest snapshot."""
         info = await self._client.fetch_snapshot()
         newest = info.position
-        self.signed_root = info.signed_root
         # An interval later an entry certifies a snapshot's root: the newest may be of no use yet.
         older = [newest - n * self._snapshot_every for n in (2, 1)]
         held = [p for p in older if p >= 0 and await self._has(p)]
@@ -200,6 +196,12 @@ class CoordinatorSource:
             snapshots=(*held, newest),
             epoch_record=self.epoch_record,
         )
+
+    async def signed_root(self, position: int) -> SignedRoot | None:
+        """Return the root of its snapshot at a position by the run's key; None without one."""
+        with suppress(NotThere):
+            return (await self._client.fetch_snapshot(position)).signed_root
+        return None
 
     async def _has(self, position: int) -> bool:
         with suppress(NotThere):

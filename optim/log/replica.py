@@ -1129,7 +1129,8 @@ class Replica(ReplicaView):
     ) -> list[Claim]:
         """Continue from a snapshot, past entries whose bodies nobody may have.
 
-        A peer's log then begins with the claims before it, which later joiners need. A ledger adds
+        A peer's log then begins with the claims before it, which later joiners need; its snapshot
+        is left to save, and a crash until then costs another recovery. A ledger adds
         to its log what is missing up to the snapshot, and applies what it has stored beyond.
 
         Args:
@@ -1170,7 +1171,6 @@ class Replica(ReplicaView):
         )
         self._roots = {}
         self.due = self._due(self.standing)
-        self.save_due()
         return before
 
     def _expect_certified(self, state: OuterState, claims: Sequence[Claim]) -> None:

@@ -13,6 +13,7 @@ from typing import Protocol
 from atoll.coordinator.rpc.client import CoordinatorClient
 from atoll.coordinator.rpc.client_errors import CoordinatorError, NotThere
 from atoll.dht.roster import PeerRecord
+from atoll.dht.tasks import together
 from atoll.dht.transport import TransportError
 from atoll.optim.log.entry import LogError, SignedRoot, sha256
 from atoll.optim.reduction.cells import UpdateError
@@ -182,8 +183,9 @@ class CoordinatorSource:
         info = await self._client.fetch_snapshot()
         newest = info.position
         # An interval later an entry certifies a snapshot's root: the newest may be of no use yet.
-        older = [newest - n * self._snapshot_every for n in (2, 1)]
-        held = [p for p in older if p >= 0 and await self._has(p)]
+        older = [p for n in (2, 1) if (p := newest - n * self._snapshot_every) >= 0]
+        has = await together(*(self._has(p) for p in older))
+        held = [p for p, is_held in zip(older, has, strict=True) if is_held]
         return Head(
             protocol=PROTOCOL,
             epoch=self.epoch,

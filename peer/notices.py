@@ -373,6 +373,11 @@ def rewound(*, epoch: int, position: int, entries: int) -> str:
     return f"epoch {epoch} begins at position {position}: {entries} entries beyond it are void"
 
 
+@event("state.disproved")
+def state_disproved(*, reason: str) -> str:
+    return f"{reason}; this peer drops its state and recovers another"
+
+
 @event("state.donor_failed")
 def donor_failed(*, donor: str, reason: str) -> str:
     return f"recovery from {donor}: {reason}"

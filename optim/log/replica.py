@@ -12,7 +12,8 @@ synchronous and may block (SQLite, hashing, decoding, applying); one thread at a
     accept    check(entry, certificate) -> Claim     all but the body
               accept(claim, body)                    the state moves on
     recover   verify(records) -> [Claim]             entries that somebody sent
-              install(state, claims)                 a snapshot whose root an entry certifies
+              install(state, claims)                 a snapshot whose root an entry certifies,
+                                                     or the run's key until one does
     epochs    adopt(record), rewind()                an epoch that the run's key signed
               open_epoch(electorate, sign)           by the owner of that key, at its own head
     restart   resume()                               the newest snapshot and the entries after it
@@ -22,7 +23,8 @@ ledger, as the coordinator keeps it, drops nothing and never waits: it stores ea
 if need be without its body or without a state (`is_current`), so its head may be beyond its state.
 It also compares certified roots with its own; if one differs, or a certified entry does not apply,
 then this machine computes wrongly. A ledger reports that (`diverged`), keeps no more states, and
-continues to store the log. A peer raises instead: it votes, so it must not pretend to follow.
+continues to store the log. A peer raises instead: it votes, so it must not pretend to follow. If a
+certified root differs from its own, it drops its state (`is_disproved`) and recovers another.
 
 Snapshots are taken at multiples of `Module.snapshot_every`; the entry `snapshot_every` positions
 later carries their root. An entry counts once it is applied and stored; the state is hashed and
@@ -413,6 +415,8 @@ class ReplicaStanding:
     """`opened` as the run's key signed it; empty before the first."""
     diverged: str = ""
     """Why the state here is no longer the run's; empty while it is."""
+    was_disproved: bool = False
+    """Whether an entry has certified another root than that of a state here."""
     leaps: int = 0
     """Number of times that a state was put in place without entries leading to it."""
 
@@ -427,6 +431,8 @@ class Due:
 
     state: OuterState
     chain: bytes
+    leaps: int
+    """As of the replica's standing when it came to be due."""
     release: Callable[[], None]
     """Ends the keeping of the state; the next one may take its place then."""
 
@@ -436,6 +442,7 @@ class Written:
     """The root of a state, and its file, of which the log does not know yet."""
 
     position: int
+    leaps: int
     root: bytes
     file: WrittenSnapshot | None
     """None if a ledger wrote none, to save time or because its disk is full."""
@@ -559,6 +566,19 @@ class ReplicaView:
         return self.standing.diverged
 
     @property
+    def is_disproved(self) -> bool:
+        """Return whether this peer needs another state: the log certifies another root."""
+        return bool(self.standing.diverged) and not self.is_ledger
+
+    @property
+    def takes_signed(self) -> bool:
+        """Return whether a root by the run's key proves a state that no entry certifies yet.
+
+        It does to a peer, until the log has contradicted a state there.
+        """
+        return not self.is_ledger and not self.standing.was_disproved
+
+    @property
     def leaps(self) -> int:
         """Return the number of states put in place without entries leading to them."""
         return self.standing.leaps
@@ -632,6 +652,7 @@ class Replica(ReplicaView):
         self._verify_run = verify_run
         self._clock = clock
         self._roots: dict[int, bytes] = {}
+        """of the newest states here"""
         self._room = vectors.OnceAWindow()
         self._snapshot_due_s = 0.0
         if module.method.logged:
@@ -670,8 +691,10 @@ class Replica(ReplicaView):
         snapshots: dict[int, SnapshotFile] = {}
         if self._gives_snapshots:
             snapshots[state.position] = self.store.open_snapshot(state.position)
+            self._note_root(state.position, snapshots[state.position].root())
         self.due = None
-        at = replace(self.standing, head=head, state=state, snapshots=snapshots)
+        diverged = self.diverged if self.is_ledger else ""
+        at = replace(self.standing, head=head, state=state, snapshots=snapshots, diverged=diverged)
         at = self._replayed(replace(at, leaps=at.leaps + 1))
         if self.is_ledger:  # the log may reach beyond the state
             at = replace(at, head=replace(self.store.head, epoch=self.epoch))
@@ -681,7 +704,9 @@ class Replica(ReplicaView):
             self.store.rewind(at.head.position)
         settings, units = self._stored_tables(at.head)
         at = replace(at, settings=settings, units=units)
-        self.standing = _with_voters(at, self._stored_voters(at.head))
+        self.standing = at  # of which `is_disproved` speaks
+        voters = Succession(()) if self.is_disproved else self._stored_voters(at.head)
+        self.standing = _with_voters(at, voters)
         return True
 
     def _newest_snapshot(self) -> OuterState | None:
@@ -903,6 +928,8 @@ class Replica(ReplicaView):
             raise
 
     def _expect_next(self, entry: Entry, at: ReplicaStanding) -> None:
+        if self.is_disproved:
+            raise ChainMismatch(at.diverged)
         # Entries before the base were certified in older epochs; their chain proves them.
         is_before_base = at.opened is not None and entry.position < at.opened.base_position
         if (
@@ -970,11 +997,10 @@ class Replica(ReplicaView):
         """Note the root that an entry certifies."""
         if entry.state_root is None:
             return at
-        if self.is_ledger:
-            at = self._compared(at, entry.state_root)
+        at = self._compared(at, entry.state_root)
         if not self._gives_snapshots:
             return at
-        snapshots = dict(at.snapshots)
+        snapshots = {} if at.diverged else dict(at.snapshots)
         self._forget_before(snapshots, entry.state_root.position)
         return replace(at, snapshots=snapshots)
 
@@ -985,10 +1011,16 @@ class Replica(ReplicaView):
             return at
         why = (
             f"state {certified.position}: expected the certified root "
-            f"{certified.root.hex()[:12]}, got {ours.hex()[:12]}; "
-            "this machine computes wrongly, checkpoints stop here"
+            f"{certified.root.hex()[:12]}, got {ours.hex()[:12]}"
         )
-        return replace(at, diverged=why)
+        if self.is_ledger:
+            why += "; this machine computes wrongly, checkpoints stop here"
+            return replace(at, diverged=why)
+        # A peer takes another state, and until then it neither votes nor leads.
+        later = [p for p in self.store.snapshot_positions() if p >= certified.position]
+        self.store.drop_snapshots(later)
+        at = replace(at, diverged=why, was_disproved=True)
+        return _with_voters(at, Succession(()))
 
     def _note_root(self, position: int, root: bytes) -> None:
         self._roots[position] = root
@@ -998,7 +1030,7 @@ class Replica(ReplicaView):
     def _due(self, at: ReplicaStanding) -> Due | None:
         if at.state is None or at.diverged or not self._is_snapshot_due(at.state):
             return None
-        return Due(state=at.state, chain=at.head.chain, release=at.state.keep())
+        return Due(state=at.state, chain=at.head.chain, leaps=at.leaps, release=at.state.keep())
 
     def _is_snapshot_due(self, state: OuterState) -> bool:
         return state.position % self.snapshot_every == 0
@@ -1050,17 +1082,20 @@ class Replica(ReplicaView):
                 file = self.store.write_snapshot(state, due.chain, on_read=due.release)
             took_s = self._clock() - started_s
             self._snapshot_due_s = started_s + took_s / SNAPSHOT_SHARE
-        return Written(position=state.position, root=root, file=file)
+        return Written(position=state.position, leaps=due.leaps, root=root, file=file)
 
     def keep_snapshot(self, written: Written) -> None:
         """Put a written snapshot in the log, unless its state is void by now."""
-        self.standing = self._kept(self.standing, written)
+        if self.is_disproved or written.leaps != self.leaps:
+            if written.file is not None:
+                written.file.drop()
+        else:
+            self.standing = self._kept(self.standing, written)
         if self.due is not None and self.due.state.position == written.position:
             self.due = None
 
     def _kept(self, at: ReplicaStanding, written: Written) -> ReplicaStanding:
-        if self.is_ledger:
-            self._note_root(written.position, written.root)
+        self._note_root(written.position, written.root)
         is_kept = False
         with contextlib.suppress(*(DISK_ERRORS if self.is_ledger else ())):
             is_kept = written.file is not None and self.store.put_snapshot(written.file)
@@ -1094,13 +1129,15 @@ class Replica(ReplicaView):
     ) -> list[Claim]:
         """Continue from a snapshot, past entries whose bodies nobody may have.
 
-        A peer's log then begins with the claims before it, which later joiners need. A ledger adds
+        A peer's log then begins with the claims before it, which later joiners need; its snapshot
+        is left to save, and a crash until then costs another recovery. A ledger adds
         to its log what is missing up to the snapshot, and applies what it has stored beyond.
 
         Args:
             state: the first state of the run, or one whose root an entry certifies.
             claims: consecutive verified entries around it; those that are not needed do no harm.
-            signed: the root of the state by the run's key, if no entry certifies it.
+            signed: the root of the state by the run's key, if no entry certifies it yet. Once one
+                certifies another root, the state is dropped (`is_disproved`).
 
         Returns:
             The entries that were new here.
@@ -1116,7 +1153,7 @@ class Replica(ReplicaView):
         state = state.moved(self.allocate)
         if self.is_ledger:
             return self._extend(state, claims)
-        place = self._place_of(state, claims)
+        place = self._place_of(state.position, claims)
         before = [claim for claim in claims if claim.entry.position < state.position]
         self._begin_store(state.position, place.chain, before)
         self.standing = replace(
@@ -1129,10 +1166,11 @@ class Replica(ReplicaView):
             units=place.units,
             state=state,
             snapshots={},
+            diverged="",
             leaps=self.leaps + 1,
         )
+        self._roots = {}
         self.due = self._due(self.standing)
-        self.save_due()
         return before
 
     def _expect_certified(self, state: OuterState, claims: Sequence[Claim]) -> None:
@@ -1151,21 +1189,28 @@ class Replica(ReplicaView):
     def _expect_signed(
         self, state: OuterState, claims: Sequence[Claim], signed: SignedRoot
     ) -> None:
-        here = state.position, self._place_of(state, claims).chain, state.root()
-        if here != (signed.position, signed.chain, signed.root):
+        self.expect_vouched(signed, claims)
+        if (state.position, state.root()) != (signed.position, signed.root):
             raise ChainMismatch(
-                f"snapshot {state.position}: expected the signed root {signed.root.hex()[:12]} at "
-                f"its place in the log, got {state.root().hex()[:12]}"
+                f"snapshot {state.position}: expected the root {signed.root.hex()[:12]} that the "
+                f"run's key signed, got {state.root().hex()[:12]}"
+            )
+
+    def expect_vouched(self, signed: SignedRoot, claims: Sequence[Claim]) -> None:
+        """Raise ChainMismatch unless the run's key signed a root for its place in the claims."""
+        if self._place_of(signed.position, claims).chain != signed.chain:
+            raise ChainMismatch(
+                f"snapshot {signed.position}: the signed root is of another place in the log"
             )
         if not signed.holds(self.run_id, self._verify_run):
-            raise ChainMismatch(f"snapshot {state.position}: the run's key did not sign its root")
+            raise ChainMismatch(f"snapshot {signed.position}: the run's key did not sign its root")
 
-    def _place_of(self, state: OuterState, claims: Sequence[Claim]) -> LogPlace:
-        place = place_before(claims, state.position, self.opened)
-        if place is None and state.position == 0:
+    def _place_of(self, position: int, claims: Sequence[Claim]) -> LogPlace:
+        place = place_before(claims, position, self.opened)
+        if place is None and position == 0:
             return LogPlace(chain=self.store.genesis_chain, electorate=())
         if place is None:
-            raise ChainMismatch(f"snapshot {state.position}: expected the entry before it")
+            raise ChainMismatch(f"snapshot {position}: expected the entry before it")
         return place
 
     def _begin_store(self, position: int, chain: bytes, before: Sequence[Claim]) -> None:
@@ -1282,7 +1327,7 @@ class Replica(ReplicaView):
             return True  # known: nothing to recover
         # On disk first: after a crash the entries beyond the base must still be known as void.
         self.store.put_epoch(epoch.epoch, record)
-        is_here = self.ready and self.standing.is_at_base(epoch)
+        is_here = self.ready and not self.is_disproved and self.standing.is_at_base(epoch)
         self._know_epoch(epoch, record)
         voters = at_base(epoch) if is_here else Succession(())
         self.standing = _with_voters(self.standing, voters)
@@ -1609,6 +1654,10 @@ class LiveReplica(ReplicaView):
             await self.change(lambda: self.core.install(state, claims, signed), report)
         finally:
             self.is_installing = False
+
+    async def expect_vouched(self, signed: SignedRoot, claims: Sequence[Claim]) -> None:
+        """Check a root by the run's key; see `Replica.expect_vouched`."""
+        await self.compute(self.core.expect_vouched, signed, claims)
 
     async def bridge_gap(self) -> None:
         """Store the state at the head if only that leads there; see `Replica.bridge_gap`."""

@@ -213,6 +213,10 @@ class WrittenSnapshot:
     layout: Layout
     partial: Path
 
+    def drop(self) -> None:
+        """Delete the file."""
+        self.partial.unlink(missing_ok=True)
+
 
 class SnapshotFile:
     """A stored snapshot, read a leaf at a time; it stays readable after the store has pruned it.
@@ -855,7 +859,7 @@ class LogStore:
         """
         with self._lock:
             if self._chain_at(written.position) != written.chain:
-                written.partial.unlink(missing_ok=True)
+                written.drop()
                 return False
             self._snapshots.put(written)
             self.prune()

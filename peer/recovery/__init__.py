@@ -4,7 +4,8 @@
 entry, and no snapshot. docs/protocol.md, part 8, has the rules.
 """
 
-from atoll.peer.recovery.recovery import NoDonor, Recovery
+from atoll.peer.recovery.errors import NoDonor
+from atoll.peer.recovery.recovery import Recovery
 from atoll.peer.recovery.sources import Source
 
 __all__ = ["NoDonor", "Recovery", "Source"]

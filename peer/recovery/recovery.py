@@ -1,27 +1,19 @@
 """Recovery: a replica catches up by snapshot and log, as in a database, while the run continues.
 
 A replica that is behind takes the cheaper way: the entries it missed, if a donor still has their
-bodies; otherwise the newest snapshot whose root the log certifies, and the entries after it. No
-donor is trusted with anything but its time (`atoll.optim.log.entry`), so each may be asked for a
-different piece.
+bodies; otherwise the newest snapshot whose root the log certifies, or the run's key until an entry
+does, and the entries after it. No donor is trusted with anything but its time
+(`atoll.optim.log.entry`), so each may be asked for a different piece.
 
 Peers and the coordinator recover in the same way. The coordinator's log is a ledger: it takes the
 entries before a snapshot too, with the bodies that somebody still has, and leaves to the peers what
 they publish to it anyway.
-
-Errors:
-
-    RecoveryError (RuntimeError; atoll.optim.log.replica)
-     +-- NoDonor     nobody who could be reached has what is missing; try again later
-          +-- NoWay  donors answered, and have neither the updates nor a state that can be proved
-    ChainMismatch (LogError; atoll.optim.log.entry)
-     +-- OffTheLog  entries here are void
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -38,40 +30,24 @@ from atoll.optim.log.entry import (
     place_after,
     place_at_base,
 )
-from atoll.optim.log.replica import LiveReplica, Nowhere, OnTaken, Recovered, RecoveryError
+from atoll.optim.log.replica import LiveReplica, OnTaken, Recovered
 from atoll.optim.state import vectors
-from atoll.optim.state.outer_state import (
-    LEAF_BYTES,
-    Assembly,
-    OuterState,
-    StateError,
-    snapshot_bytes,
-)
+from atoll.optim.state.outer_state import OuterState
 from atoll.peer import notices
 from atoll.peer.recovery.bodies import Bodies
+from atoll.peer.recovery.errors import NoDonor, NoWay, OffTheLog
+from atoll.peer.recovery.leaves import Leaves
 from atoll.peer.recovery.sources import FETCH_ERRORS, Donor, LastSource, Source, Sources
 from atoll.peer.rounds.fetching import MAX_SPAN
 from atoll.peer.rounds.messages import Head
 
-LEAVES_A_REQUEST = 8  # 8 MiB: 0.7 s at 100 Mbit/s, so a lost donor costs little
 KEEP_WORK = 4  # entries a fragment, replayed whatever they weigh: a snapshot would cost open work
 SLOW_STALLS = 0.5  # for the next answer after one has come: a frozen peer answers nobody
 MAX_PASSES = 64  # of catching up with a head that moves on meanwhile; the next try resumes
 FIRST_REST_STALLS = 2.0  # a donor that failed is not asked again for so long, then twice as long
 MAX_REST_STALLS = 400.0  # ten minutes: it may have been a network that is mended now
+VOUCHED = 2  # newest snapshots that the coordinator is asked about: it may lack the last one yet
 MAX_RESTING = 4096  # donors, as many as a run may have; the first to fail are forgotten first
-
-
-class NoDonor(RecoveryError):
-    """No reachable peer has the missing entries or snapshot."""
-
-
-class NoWay(NoDonor, Nowhere):
-    """Donors answered, and have neither the updates nor a state that can be proved."""
-
-
-class OffTheLog(ChainMismatch):
-    """The entries here do not lead to the base of the epoch: some of them are void."""
 
 
 class Recovery:
@@ -109,6 +85,8 @@ class Recovery:
         self._on_progress = on_progress
         self._on_taken = on_taken
         self._fallback = fallback
+        self._leaves = Leaves(replica, on_event=on_event, on_progress=on_progress)
+        self._told_disproved = ""
         self._resting: dict[str, _Rest] = {}
         """donors that failed, by name"""
         self._answered: list[Donor] = []
@@ -125,7 +103,7 @@ class Recovery:
         used: set[str] = set()
         snapshot: int | None = None
         ahead: list[Donor] = []
-        if not self._on_the_log() and await replica.rewind():
+        if not (self._on_the_log() or replica.is_disproved) and await replica.rewind():
             self._report_rewound(before)
         for _ in range(MAX_PASSES):
             now_ahead = await self._donors_ahead()
@@ -157,6 +135,11 @@ class Recovery:
             epoch=replica.epoch, position=replica.position, entries=before - replica.position
         )
         self._on_event("warning", rewound)
+
+    def _report_disproved(self) -> None:
+        if self._replica.is_disproved and self._told_disproved != self._replica.diverged:
+            self._told_disproved = self._replica.diverged
+            self._on_event("error", notices.state_disproved(reason=self._told_disproved))
 
     def _is_published(self, ahead: Sequence[Donor]) -> bool:
         """Return whether peers publish to this ledger what it lacks, each entry with its body."""
@@ -315,7 +298,7 @@ class Recovery:
         # Who was away while an epoch opened stands before its base, where nobody votes; its chain
         # proves the entries up to there.
         may_replay = restored or not self._is_lost() or self._is_before_base()
-        if not replica.ready or not may_replay:
+        if not replica.ready or replica.is_disproved or not may_replay:
             return False
         start, furthest = replica.position, donors[0]
         sources = [d for d in donors if d.head.first_body <= start]
@@ -330,7 +313,8 @@ class Recovery:
             return False
         async with Bodies([c.entry for c in claims], sources, self._on_failure) as bodies:
             for claim in claims:
-                await self._apply(claim, bodies, used)
+                if not replica.is_disproved:  # by the entry before
+                    await self._apply(claim, bodies, used)
         return bool(claims)
 
     def _on_failure(self, entry: Entry, donor: Donor, error: Exception) -> None:
@@ -426,10 +410,11 @@ class Recovery:
     # a snapshot, then the log
 
     async def _restore(self, donors: Sequence[Donor], used: set[str]) -> int:
-        """Install the newest certified snapshot; returns its position."""
+        """Install the newest snapshot that can be proved; returns its position."""
         replica, opened = self._replica, self._replica.opened
         if opened is None:
             raise NoDonor("no epoch record received yet; wait until a peer is reachable")
+        self._report_disproved()
         offered = {p for d in donors for p in d.head.snapshots}
         if replica.is_ledger:
             start = replica.position
@@ -439,26 +424,31 @@ class Recovery:
         else:
             # Later joiners need the entries from the base on, whose chain proves those before it.
             start, here = min(opened.base_position, min(offered, default=0)), None
-        claims = await self._claims(donors[0], start, here)
-        roots: dict[int, bytes] = await replica.compute(
+        async with Tasks() as tasks:
+            vouching = tasks.spawn(self._signed_roots(offered))
+            claims = await self._claims(donors[0], start, here)
+            vouched = await self._vouched(await vouching, claims)
+        certified: dict[int, bytes] = await replica.compute(
             replica.certified_roots, claims, sorted(offered)
         )
+        roots = {p: signed.root for p, signed in vouched.items()} | certified
         if not replica.is_ledger:  # which has updates of its own
             roots = {p: root for p, root in roots.items() if self._leads_on(p, donors)}
         for position, root in sorted(roots.items(), reverse=True):
             holders = [d.source for d in donors if position in d.head.snapshots]
+            signed = None if position in certified else vouched[position]
             with suppress(NoDonor):
-                fetched = [await self._fetch_snapshot(position, root, holders, used)]
-                await self._install(fetched, claims, donors, used)
+                fetched = [await self._leaves.fetch(position, root, holders, used)]
+                await self._install(fetched, claims, donors, used, signed)
                 return position
         if not replica.is_ledger and self._leads_on(0, donors):
             claims = await self._claims(donors[0], 0, None)
             await replica.install(await self._genesis(), claims)
             return 0
-        signed = self._signed_root(donors)
+        signed = await self._last_root(donors)
         if signed is not None and self._fallback is not None:
             holders = [self._fallback]
-            state = await self._fetch_snapshot(signed.position, signed.root, holders, used)
+            state = await self._leaves.fetch(signed.position, signed.root, holders, used)
             await replica.install(state, claims, self._on_taken, signed=signed)
             return signed.position
         failure = NoDonor if roots else NoWay
@@ -470,8 +460,9 @@ class Recovery:
         claims: Sequence[Claim],
         donors: Sequence[Donor],
         used: set[str],
+        signed: SignedRoot | None,
     ) -> None:
-        """Put a certified state in place, then apply the entries after it.
+        """Put a proved state in place, then apply the entries after it.
 
         Their bodies come from the beginning: else the link would idle while the state is hashed
         and written. What no donor gives now is left to the next pass.
@@ -482,13 +473,14 @@ class Recovery:
             claims: the entries from the state on, perhaps with some before it.
             donors: those that may have bodies.
             used: PeerIDs of those that gave something.
+            signed: the root by the run's key, if no entry certifies it.
         """
         position = fetched[0].position
         sources = [donor for donor in donors if donor.head.first_body <= position]
         after = [c for c in claims if sources and c.entry.position >= position]
         async with Bodies([c.entry for c in after], sources, self._on_failure) as bodies:
             bodies.begin()
-            await self._replica.install(fetched.pop(), claims, self._on_taken)
+            await self._replica.install(fetched.pop(), claims, self._on_taken, signed=signed)
             with suppress(NoDonor):
                 for claim in after:
                     await self._apply(claim, bodies, used)
@@ -498,14 +490,45 @@ class Recovery:
         base = 0 if self._replica.opened is None else self._replica.opened.base_position
         return any(d.head.first_body <= position and d.head.position >= base for d in donors)
 
-    def _signed_root(self, donors: Sequence[Donor]) -> SignedRoot | None:
-        """Return the root of the coordinator's own state, if the coordinator is among the donors.
+    async def _signed_roots(self, offered: Collection[int]) -> list[SignedRoot]:
+        """Return the roots of the newest snapshots by the run's key, where the coordinator answers.
+
+        An entry certifies a root an interval later; until then this is what proves a state to a
+        joiner. The leaves still come from peers, so a wrong state needs a liar among them and a
+        coordinator that computes as wrongly.
+        """
+        fallback = self._fallback
+        if fallback is None or not self._replica.takes_signed:
+            return []
+        newest = sorted(offered)[-VOUCHED:]
+        with suppress(TimeoutError, *FETCH_ERRORS):
+            async with asyncio.timeout(SLOW_STALLS * self._stall_s):
+                found = await together(*(fallback.signed_root(p) for p in newest))
+                return [s for p, s in zip(newest, found, strict=True) if s and s.position == p]
+        return []
+
+    async def _vouched(
+        self, signed: Sequence[SignedRoot], claims: Sequence[Claim]
+    ) -> dict[int, SignedRoot]:
+        """Return those of the signed roots, by position, that are of this log."""
+        vouched: dict[int, SignedRoot] = {}
+        for root in signed:
+            with suppress(ChainMismatch):
+                await self._replica.expect_vouched(root, claims)
+                vouched[root.position] = root
+        return vouched
+
+    async def _last_root(self, donors: Sequence[Donor]) -> SignedRoot | None:
+        """Return the root of the coordinator's newest state, if it is among the donors.
 
         It is the last way: an update is nowhere any more, and no entry certifies a state after it.
         """
-        last = self._fallback
-        is_asked = last is not None and any(d.source is last for d in donors)
-        return last.signed_root if last is not None and is_asked else None
+        last = next((d for d in donors if d.source is self._fallback), None)
+        if last is None or self._fallback is None or not last.head.snapshots:
+            return None
+        if self._replica.standing.was_disproved:
+            return None
+        return await self._fallback.signed_root(max(last.head.snapshots))
 
     async def _fill_gaps(self, donors: Sequence[Donor]) -> None:
         """Fetch the bodies before the snapshot that somebody still has, the newest first."""
@@ -543,72 +566,6 @@ class Recovery:
                     else:
                         continue
                     break
-
-    async def _fetch_snapshot(
-        self, position: int, root: bytes, holders: Sequence[Source], used: set[str]
-    ) -> OuterState:
-        assembly = await self._assembly(position, root, holders)
-        queue = _ranges(sorted(assembly.missing))
-        while queue and holders:  # again without those that failed: others may be done already
-            still_good = await together(
-                *(self._drain(source, position, assembly, queue, used) for source in holders)
-            )
-            holders = [h for h, is_good in zip(holders, still_good, strict=True) if is_good]
-        if assembly.missing:
-            raise NoDonor(f"{len(assembly.missing)} leaves of snapshot {position} are missing")
-        try:
-            return assembly.finish()
-        except StateError as error:
-            raise NoDonor(f"snapshot {position}: {error}") from error
-
-    async def _assembly(self, position: int, root: bytes, holders: Sequence[Source]) -> Assembly:
-        replay = self._replica.replay
-        length = snapshot_bytes(replay.layout, replay.memory_numel, replay.memory_dtype)
-        count = -(-length // LEAF_BYTES)
-        for source in holders:
-            with suppress(*FETCH_ERRORS):
-                digests = await source.leaf_digests(position, count)
-                return Assembly(
-                    layout=replay.layout,
-                    position=position,
-                    leaf_digests=digests,
-                    root=root,
-                    memory_numel=replay.memory_numel,
-                    memory_dtype=replay.memory_dtype,
-                    allocate=self._replica.allocate,
-                )
-        raise NoDonor(f"no peer has the digests of snapshot {position}")
-
-    async def _drain(
-        self,
-        source: Source,
-        position: int,
-        assembly: Assembly,
-        queue: list[list[int]],
-        used: set[str],
-    ) -> bool:
-        """Take ranges of leaves from one donor until none is left; False if the donor fails."""
-        while queue:
-            indices = queue.pop()
-            try:
-                async for index, leaf in source.leaves(position, indices):
-                    await self._replica.compute(assembly.add, index, leaf)
-                    used.add(source.name)
-                    self._on_progress("snapshot", len(assembly.missing))
-            except FETCH_ERRORS as error:
-                queue += _ranges([i for i in indices if i in assembly.missing])
-                failed = notices.snapshot_failed(
-                    snapshot=position, donor=source.name, reason=str(error)
-                )
-                self._on_event("warning", failed)
-                return False
-        return True
-
-
-def _ranges(indices: Sequence[int]) -> list[list[int]]:
-    """Return runs of consecutive leaves; the last comes first off the list."""
-    step = LEAVES_A_REQUEST
-    return [list(indices[i : i + step]) for i in range(0, len(indices), step)][::-1]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,6 +13,7 @@ from typing import Protocol
 from atoll.coordinator.rpc.client import CoordinatorClient
 from atoll.coordinator.rpc.client_errors import CoordinatorError, NotThere
 from atoll.dht.roster import PeerRecord
+from atoll.dht.tasks import together
 from atoll.dht.transport import TransportError
 from atoll.optim.log.entry import LogError, SignedRoot, sha256
 from atoll.optim.reduction.cells import UpdateError
@@ -64,11 +65,10 @@ class Source(Protocol):
 
 
 class LastSource(Source, Protocol):
-    """The coordinator: it may have a state that no entry certifies yet."""
+    """The coordinator: it vouches for states that no entry certifies yet."""
 
-    @property
-    def signed_root(self) -> SignedRoot | None:
-        """Return the root of its newest snapshot by the run's key, as of the last `head`."""
+    async def signed_root(self, position: int) -> SignedRoot | None:
+        """Return the root of its state at a position by the run's key, unverified."""
         ...
 
 
@@ -177,17 +177,15 @@ class CoordinatorSource:
         self.epoch = 0
         self.position = 0
         self.chain = bytes(32)
-        self.signed_root: SignedRoot | None = None
-        """of its newest snapshot, as of the last `head`"""
 
     async def head(self) -> Head:
         """Return its position and its newest snapshot."""
         info = await self._client.fetch_snapshot()
         newest = info.position
-        self.signed_root = info.signed_root
         # An interval later an entry certifies a snapshot's root: the newest may be of no use yet.
-        older = [newest - n * self._snapshot_every for n in (2, 1)]
-        held = [p for p in older if p >= 0 and await self._has(p)]
+        older = [p for n in (2, 1) if (p := newest - n * self._snapshot_every) >= 0]
+        has = await together(*(self._has(p) for p in older))
+        held = [p for p, is_held in zip(older, has, strict=True) if is_held]
         return Head(
             protocol=PROTOCOL,
             epoch=self.epoch,
@@ -200,6 +198,12 @@ class CoordinatorSource:
             snapshots=(*held, newest),
             epoch_record=self.epoch_record,
         )
+
+    async def signed_root(self, position: int) -> SignedRoot | None:
+        """Return the root of its snapshot at a position by the run's key; None without one."""
+        with suppress(NotThere):
+            return (await self._client.fetch_snapshot(position)).signed_root
+        return None
 
     async def _has(self, position: int) -> bool:
         with suppress(NotThere):

@@ -207,6 +207,8 @@ class Rounds:
     async def _steer(self) -> None:
         """End the flights that are over, begin those that can."""
         here, settings = self._ctx.replica.position, self._ctx.replica.settings
+        if self._ctx.replica.is_disproved:  # no entry follows here, so none would tell
+            self.kick_catch_up()
         ahead = filter(settings.takes_updates, range(here, here + self._ahead + 1))
         due = {p: self._pending_at(p) for p in ahead}
         under_way = list(self._flights.items())
@@ -506,10 +508,14 @@ class Rounds:
         return b""
 
     def _expect_here(self, place: EntryHead) -> None:
-        """Refuse an entry that is neither the next one nor an older one."""
+        """Refuse an entry that is neither the next one nor an older one.
+
+        With a state that the log contradicts, no entry is the next one.
+        """
         replica = self._ctx.replica
         at = replica.epoch, replica.position
-        if place.position >= replica.position and (place.epoch, place.position) != at:
+        is_other = (place.epoch, place.position) != at or replica.is_disproved
+        if place.position >= replica.position and is_other:
             self.kick_catch_up()
             raise Refused(RefusalCode.ELSEWHERE, f"expected position {replica.position}")
 

@@ -22,8 +22,8 @@ from atoll.dht.testing.virtualtime import inline
 from atoll.optim.log.entry import Entry
 from atoll.optim.log.replica import LiveReplica, OnTaken, RecoveryError, Replica
 from atoll.optim.log.store import LogStore
+from atoll.peer.recovery.errors import NoDonor, NoWay
 from atoll.peer.recovery.ledger import LedgerRecovery
-from atoll.peer.recovery.recovery import NoDonor, NoWay
 from atoll.peer.rounds.messages import Decided
 from support import swarm as in_memory
 from support.donors import recovering

@@ -13,7 +13,7 @@ from atoll.coordinator.policies import STALL_S
 from atoll.coordinator.presence import FORGET_S
 from atoll.dht.identity import Identity
 from atoll.optim.log.entry import Partial, leader_order
-from atoll.peer.recovery.recovery import NoWay
+from atoll.peer.recovery.errors import NoWay
 
 RUN = b"r" * 32
 

@@ -11,7 +11,14 @@ from typing import Any
 
 from atoll.coordinator.run.keys import RunKeys
 from atoll.dht import verify
-from atoll.optim.log.entry import Claim, Entry, genesis_chain, verify_key
+from atoll.optim.log.entry import (
+    Claim,
+    Entry,
+    SignedRoot,
+    genesis_chain,
+    root_payload,
+    verify_key,
+)
 from atoll.optim.log.replica import Module, Replica
 from atoll.optim.log.store import LogStore
 from atoll.optim.methods import Method
@@ -118,6 +125,15 @@ class Log:
             self.states[self.whole.position] = self.whole.state
             self.entries.append((claim, body))
 
+    def signed_root(
+        self, position: int, state: OuterState, keys: RunKeys | None = None
+    ) -> SignedRoot:
+        """A root as the run's key signs it, or another key."""
+        chain = self.entries[position - 1][0].entry.chain
+        payload = root_payload(self.run_id, position, chain, state.root())
+        signature = (keys or self.keys).sign(payload)
+        return SignedRoot(position=position, chain=chain, root=state.root(), signature=signature)
+
     def claims(self, start: int = 0) -> list[Claim]:
         return [claim for claim, _ in self.entries[start:]]
 
@@ -168,6 +184,9 @@ class LogSource:
     async def headers(self, start: int, stop: int) -> list[Decided]:
         records = self.log.records(start)[: stop - start]
         return [Decided(entry=entry, certificate=certificate) for entry, certificate in records]
+
+    async def signed_root(self, position: int) -> SignedRoot | None:
+        return None
 
     async def body(self, position: int, body_bytes: int) -> bytes:
         assert position >= self.first_body

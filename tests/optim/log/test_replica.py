@@ -411,6 +411,7 @@ def test_a_peers_log_begins_anew_at_a_snapshot(tmp_path: Path) -> None:
     leaps = log.away.leaps
     log.away.install(log.states[6], log.claims(start=4))
     assert [r.position for r in log.away.store.headers(0, 99)] == [4, 5]
+    log.away.save_due()
     assert log.away.leaps == leaps + 1 and set(log.away.snapshots) == {6}
     log.recover()
     assert log.away.head == log.whole.head
@@ -519,6 +520,49 @@ def test_a_root_that_the_runs_key_did_not_sign_proves_nothing(tmp_path: Path) ->
         assert log.away.position == 3
     for each in (log.away, log.whole):
         each.store.close()
+
+
+def test_a_vouched_state_that_an_entry_contradicts_is_dropped(tmp_path: Path) -> None:
+    """The run's key signed it, and the log decides."""
+    log = LongLog(tmp_path, is_ledger=False)
+    peer, wrong = log.away, log.states[7].at(8)
+    peer.install(wrong, log.claims(), log.signed_root(8, wrong))
+    log.grow(2)
+    for position in (8, 9):
+        peer.accept(*log.entries[position])
+        assert not peer.is_disproved and peer.electorate
+    peer.accept(*log.entries[10])  # which certifies the root at 8
+    assert peer.is_disproved and not peer.takes_signed
+    assert not peer.electorate and not peer.snapshots
+    log.whole.open_epoch(log.swarm.electors(), KEYS.sign)  # where the peer stands
+    assert not peer.adopt(log.whole.epoch_record) and not peer.electorate
+    log.grow(1)
+    with pytest.raises(ChainMismatch, match="expected the certified root"):
+        peer.accept(*log.entries[11])
+    peer.save_due()
+    assert peer.store.snapshot_positions() == []
+    peer.install(log.states[8], log.claims())
+    for claim, body in log.entries[8:]:
+        peer.accept(claim, body)
+    assert peer.is_current and peer.state.root() == log.whole.state.root()
+    assert peer.electorate and peer.head == log.whole.head
+    log.close()
+
+
+def test_a_restart_drops_a_vouched_state_that_its_log_contradicts(tmp_path: Path) -> None:
+    """The process ended after it had stored the entry, and before it had compared the root."""
+    log = LongLog(tmp_path, is_ledger=False)
+    wrong = log.states[7].at(8)
+    log.away.install(wrong, log.claims(), log.signed_root(8, wrong))
+    log.grow(3)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(log.away, "_compared", lambda at, certified: at)
+        for position in (8, 9, 10):
+            log.away.accept(*log.entries[position])
+    log.away.store.drop_snapshots([10])
+    peer = log.restart()
+    assert peer.is_disproved and not peer.electorate
+    log.close()
 
 
 def lose(log: Log, position: int) -> None:

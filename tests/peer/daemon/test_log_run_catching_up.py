@@ -11,7 +11,8 @@ from atoll.dht.testing.memory import MemoryNetwork
 from atoll.optim.log.entry import Elector
 from atoll.peer.daemon.log_run import AGAIN_S, LASTS_S, CatchingUp, LogRun
 from atoll.peer.paths import PeerPaths
-from atoll.peer.recovery.recovery import KEEP_WORK, NoDonor, Recovery
+from atoll.peer.recovery.errors import NoDonor
+from atoll.peer.recovery.recovery import KEEP_WORK, Recovery
 from atoll.peer.rounds.engine import Rounds
 from support.environment import GENESIS, environment
 

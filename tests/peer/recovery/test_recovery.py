@@ -17,7 +17,9 @@ from atoll.dht.transport import PeerUnreachable
 from atoll.optim.log.entry import Entry
 from atoll.optim.log.replica import LiveReplica, Recovered
 from atoll.optim.state import vectors
-from atoll.peer.recovery.recovery import NoDonor, Recovery
+from atoll.peer.recovery.errors import NoDonor
+from atoll.peer.recovery.leaves import Leaves
+from atoll.peer.recovery.recovery import Recovery
 from atoll.peer.recovery.sources import Source
 from atoll.peer.rounds.messages import Decided, Head
 from support import kit
@@ -175,10 +177,10 @@ def test_a_state_that_came_is_let_go_with_the_first_entry_after_it(
 ) -> None:
     """Held on, its parameters would take 4 bytes a parameter beside those after it."""
     apply, came, held = Recovery._apply, list[weakref.ref[Any]](), list[bool]()
-    fetch = Recovery._fetch_snapshot
+    fetch = Leaves.fetch
 
-    async def fetching(recovery: Recovery, *given: Any) -> Any:
-        state = await fetch(recovery, *given)
+    async def fetching(leaves: Leaves, *given: Any) -> Any:
+        state = await fetch(leaves, *given)
         came.append(weakref.ref(state))
         return state
 
@@ -186,7 +188,7 @@ def test_a_state_that_came_is_let_go_with_the_first_entry_after_it(
         await apply(recovery, *given)
         held.append(came[0]() is not None)
 
-    monkeypatch.setattr(Recovery, "_fetch_snapshot", fetching)
+    monkeypatch.setattr(Leaves, "fetch", fetching)
     monkeypatch.setattr(Recovery, "_apply", applying)
     recover(log, donor(log, "a"))
     expect_caught_up(log)

@@ -8,13 +8,13 @@ import pytest
 from atoll.coordinator.run.keys import RunKeys
 from atoll.dht.testing import MemoryBoard
 from atoll.dht.testing.memory import run_virtual
-from atoll.optim.log.entry import SignedRoot, root_payload
 from atoll.optim.log.replica import LiveReplica
-from atoll.peer.recovery.recovery import NoWay, Recovery
+from atoll.peer.recovery.errors import NoWay
+from atoll.peer.recovery.recovery import Recovery
 from atoll.peer.recovery.sources import RosterSources
 from atoll.peer.rounds.messages import Decided, Known
 from support import kit
-from support.logs import RUN, Log, LogSource
+from support.logs import Log, LogSource
 from support.swarm import Swarm, signed_epoch
 
 
@@ -22,7 +22,6 @@ class Follower:
     """What a coordinator is to a peer: the whole log, and snapshots of its own choice."""
 
     name = "coordinator"
-    signed_root = None
 
     def __init__(self, peer, snapshots):
         self.peer, self.snapshots = peer, snapshots
@@ -35,6 +34,9 @@ class Follower:
     async def headers(self, start, stop):
         records = self.peer.replica.store.headers(start, stop - start)
         return [Decided(entry=r.entry, certificate=r.certificate) for r in records]
+
+    async def signed_root(self, position):
+        return None
 
     async def body(self, position, body_bytes):
         return self.peer.replica.store.body(position)
@@ -104,14 +106,9 @@ def test_a_certified_snapshot_is_taken(tmp_path, second_epoch):
 class Organiser(LogSource):
     """A coordinator that signs the root of its newest state."""
 
-    signed_root = None
-
-    async def head(self):
-        head, state = await super().head(), self.log.states[9]
-        root, chain = state.root(), self.log.whole.chain
-        signature = self.log.keys.sign(root_payload(RUN, 9, chain, root))
-        self.signed_root = SignedRoot(position=9, chain=chain, root=root, signature=signature)
-        return head
+    async def signed_root(self, position):
+        state = self.log.states[position]
+        return self.log.signed_root(position, state) if position in self.snapshots else None
 
 
 @dataclass(kw_only=True)

@@ -1,0 +1,23 @@
+"""What a recovery raises.
+
+RecoveryError (RuntimeError; atoll.optim.log.replica)
++-- NoDonor     nobody who could be reached has what is missing; try again later
++-- NoWay  donors answered, and have neither the updates nor a state that can be proved
+ChainMismatch (LogError; atoll.optim.log.entry)
++-- OffTheLog  entries here are void
+"""
+
+from atoll.optim.log.entry import ChainMismatch
+from atoll.optim.log.replica import Nowhere, RecoveryError
+
+
+class NoDonor(RecoveryError):
+    """No reachable peer has the missing entries or snapshot."""
+
+
+class NoWay(NoDonor, Nowhere):
+    """Donors answered, and have neither the updates nor a state that can be proved."""
+
+
+class OffTheLog(ChainMismatch):
+    """The entries here do not lead to the base of the epoch: some of them are void."""

@@ -1,0 +1,115 @@
+"""The leaves of a snapshot whose root is proved, fetched from all who have it at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+
+from atoll.coordinator.run.notice import Report
+from atoll.dht.tasks import together
+from atoll.optim.log.replica import LiveReplica
+from atoll.optim.state.outer_state import (
+    LEAF_BYTES,
+    Assembly,
+    OuterState,
+    StateError,
+    snapshot_bytes,
+)
+from atoll.peer import notices
+from atoll.peer.recovery.errors import NoDonor
+from atoll.peer.recovery.sources import FETCH_ERRORS, Source
+
+LEAVES_A_REQUEST = 8  # 8 MiB: 0.7 s at 100 Mbit/s, so a lost donor costs little
+
+
+class Leaves:
+    """Fetches snapshots for a replica; each leaf is verified as it comes."""
+
+    def __init__(
+        self,
+        replica: LiveReplica,
+        *,
+        on_event: Report,
+        on_progress: Callable[[str, int], None],
+    ) -> None:
+        """Fetch nothing yet; see `Recovery` for the callbacks."""
+        self._replica = replica
+        self._on_event = on_event
+        self._on_progress = on_progress
+
+    async def fetch(
+        self, position: int, root: bytes, holders: Sequence[Source], used: set[str]
+    ) -> OuterState:
+        """Return the state at a position.
+
+        Args:
+            position: of the snapshot.
+            root: what its leaves have to make up.
+            holders: those that say they have it.
+            used: takes the names of those that gave some of it.
+
+        Raises:
+            NoDonor: they did not give all of it.
+        """
+        assembly = await self._assembly(position, root, holders)
+        queue = _ranges(sorted(assembly.missing))
+        while queue and holders:  # again without those that failed: others may be done already
+            still_good = await together(
+                *(self._drain(source, position, assembly, queue, used) for source in holders)
+            )
+            holders = [h for h, is_good in zip(holders, still_good, strict=True) if is_good]
+        if assembly.missing:
+            raise NoDonor(f"{len(assembly.missing)} leaves of snapshot {position} are missing")
+        try:
+            return assembly.finish()
+        except StateError as error:
+            raise NoDonor(f"snapshot {position}: {error}") from error
+
+    async def _assembly(self, position: int, root: bytes, holders: Sequence[Source]) -> Assembly:
+        replay = self._replica.replay
+        length = snapshot_bytes(replay.layout, replay.memory_numel, replay.memory_dtype)
+        count = -(-length // LEAF_BYTES)
+        for source in holders:
+            with suppress(*FETCH_ERRORS):
+                digests = await source.leaf_digests(position, count)
+                return Assembly(
+                    layout=replay.layout,
+                    position=position,
+                    leaf_digests=digests,
+                    root=root,
+                    memory_numel=replay.memory_numel,
+                    memory_dtype=replay.memory_dtype,
+                    allocate=self._replica.allocate,
+                )
+        raise NoDonor(f"no peer has the digests of snapshot {position}")
+
+    async def _drain(
+        self,
+        source: Source,
+        position: int,
+        assembly: Assembly,
+        queue: list[list[int]],
+        used: set[str],
+    ) -> bool:
+        """Take ranges of leaves from one donor until none is left; False if the donor fails."""
+        while queue:
+            indices = queue.pop()
+            try:
+                async for index, leaf in source.leaves(position, indices):
+                    await self._replica.compute(assembly.add, index, leaf)
+                    used.add(source.name)
+                    self._on_progress("snapshot", len(assembly.missing))
+            except FETCH_ERRORS as error:
+                queue += _ranges([i for i in indices if i in assembly.missing])
+                failed = notices.snapshot_failed(
+                    snapshot=position, donor=source.name, reason=str(error)
+                )
+                self._on_event("warning", failed)
+                return False
+        return True
+
+
+def _ranges(indices: Sequence[int]) -> list[list[int]]:
+    """Return runs of consecutive leaves; the last comes first off the list."""
+    step = LEAVES_A_REQUEST
+    return [list(indices[i : i + step]) for i in range(0, len(indices), step)][::-1]

@@ -23,6 +23,7 @@ outlier costs its block only; scales of 16 bits, for which the codes make up.
 from __future__ import annotations
 
 import math
+import threading
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -58,6 +59,8 @@ from atoll.compression.scratch import MAX_TILES, TILE, room, scratch
 
 MAGNITUDE = 0x7FFFFFFF  # bits of an fp32 without its sign
 SQUARABLE = (1e-15, 1e15)  # norms between which squares and their sums are finite and normal
+
+ROUNDER = 1.5 * 2**23  # fp32 has steps of 1 from 2^23 on; the 1.5 keeps negative sums in there
 
 Load = Callable[[int, Tensor], None]
 """load(step, x) writes the values of a step to x, flat"""
@@ -316,7 +319,7 @@ def steps_of(x_BK: Tensor, factors_B1: Tensor, zero: int = 0) -> Tensor:
 
 @cache
 def _rounder(zero: int, device: torch.device) -> Tensor:
-    return torch.full((TILE,), 1.5 * 2**23 + zero, device=device)
+    return torch.full((TILE,), ROUNDER + zero, device=device)
 
 
 def block_peaks(x_BK: Tensor, peaks_B1: Tensor) -> Tensor:
@@ -373,6 +376,60 @@ def absmax_scales(
     return inverse_B1
 
 
+@dataclass(frozen=True, kw_only=True)
+class InStep:
+    """Scratch of a step of `Int8.encode_in_steps`: x, and what is sent of it or comes before that.
+
+    Flat if the name says nothing else.
+    """
+
+    x: Tensor
+    x_blocks: Tensor
+    x_bits: Tensor
+    sent: Tensor
+    sent_blocks: Tensor
+    bits: Tensor
+    bits_of_rows: Tensor
+    bits_of_blocks: Tensor
+
+    @classmethod
+    def of(cls, x_RN: Tensor, sent_RN: Tensor, block: int) -> InStep:
+        """Return the memory of two tensors in all shapes that the passes take."""
+        x_bits_RN, bits_RN = x_RN.view(torch.int32), sent_RN.view(torch.int32)
+        return cls(
+            x=x_RN.view(-1),
+            x_blocks=x_RN.view(-1, block),
+            x_bits=x_bits_RN.view(-1),
+            sent=sent_RN.view(-1),
+            sent_blocks=sent_RN.view(-1, block),
+            bits=bits_RN.view(-1),
+            bits_of_rows=bits_RN,
+            bits_of_blocks=bits_RN.view(-1, block),
+        )
+
+
+class _StepsMade(threading.local):
+    """The steps of one thread, by rows, rows at once and block: making views takes 1 us each."""
+
+    def __init__(self) -> None:
+        self.made: dict[tuple[int, int, int], list[InStep]] = {}
+
+
+_steps = _StepsMade()
+
+
+def steps_in_scratch(num_rows: int, at_once: int, block: int) -> list[InStep]:
+    """Return steps of `at_once` rows of a tile each; the last one may have fewer."""
+    made = _steps.made.get((num_rows, at_once, block))
+    if made is None:
+        x_RN = room("loaded", (num_rows, TILE), CPU, torch.float32)
+        sent_RN = room("work", (at_once, TILE), CPU, torch.float32)
+        made = _steps.made[num_rows, at_once, block] = [
+            InStep.of(x, part(sent_RN, 0, len(x)), block) for x in torch.split(x_RN, at_once)
+        ]
+    return made
+
+
 @dataclass(frozen=True)
 class FourBitCodec(BlockCodec):
     """Base of the codecs with 4 bits a value and 16 a block."""
@@ -418,38 +475,27 @@ class Int8(BlockCodec):
         num_rows = len(frames_RB)
         sections = [2 * TILE // self.block, TILE]
         scales_RB, codes_RN = torch.split(frames_RB[:, HEADER_BYTES:], sections, dim=1)
-        x_RN = room("loaded", (num_rows, TILE), CPU, torch.float32)
-        peaks_B1 = torch.empty((x_RN.numel() // self.block, 1))
-        self._load_steps(x_RN, peaks_B1, at_once, load)
+        steps = steps_in_scratch(num_rows, at_once, self.block)
+        peaks_B1 = torch.empty((num_rows * TILE // self.block, 1))
+        peaks = torch.split(peaks_B1.view(torch.int32), at_once * TILE // self.block)
+        magnitude = constant(MAGNITUDE, torch.int32)
+        for index, (step, peaks_B) in enumerate(zip(steps, peaks, strict=True)):
+            load(index, step.x)
+            torch.bitwise_and(step.x_bits, magnitude, out=step.bits)
+            torch.amax(step.bits_of_blocks, 1, keepdim=True, out=peaks_B)
         refuse_infinite(float(peaks_B1.amax()))
         scales_B1 = torch.empty_like(peaks_B1, dtype=torch.bfloat16)
         factors_B1 = absmax_scales(peaks_B1, 127.0, scales_B1)
         scales_RB.view(torch.bfloat16).copy_(scales_B1.view(num_rows, -1))
         scales_B1 = scales_B1.to(torch.float32)
-        self._write_rows_in_steps(
-            x_RN, factors_B1, scales_B1, codes_RN.view(torch.int8), at_once, done
+        self._write_steps_of_rows(
+            steps, factors_B1, scales_B1, codes_RN.view(torch.int8), at_once, done
         )
         self._put_heads(frames_RB, (TILE,))
 
-    def _load_steps(self, x_RN: Tensor, peaks_B1: Tensor, at_once: int, load: Load) -> None:
-        """Load values, and store the peaks of their blocks."""
-        x_BK, magnitude = x_RN.view(-1, self.block), constant(MAGNITUDE, torch.int32)
-        size_BK = room("work", (at_once, TILE), CPU, torch.float32).view(-1, self.block)
-        bits_BK, blocks = size_BK.view(torch.int32), len(size_BK)
-        x_steps = torch.split(x_RN, at_once)
-        bits_steps = torch.split(x_BK.view(torch.int32), blocks)
-        peaks_steps = torch.split(peaks_B1.view(torch.int32), blocks)
-        for step, (x, x_bits, peaks) in enumerate(
-            zip(x_steps, bits_steps, peaks_steps, strict=True)
-        ):
-            load(step, x.view(-1))
-            size = part(bits_BK, 0, len(x_bits))
-            torch.bitwise_and(x_bits, magnitude, out=size)
-            torch.amax(size, 1, keepdim=True, out=peaks)
-
-    def _write_rows_in_steps(
+    def _write_steps_of_rows(
         self,
-        x_RN: Tensor,
+        steps: Sequence[InStep],
         factors_B1: Tensor,
         scales_B1: Tensor,
         codes_RN: Tensor,
@@ -457,22 +503,18 @@ class Int8(BlockCodec):
         done: Done,
     ) -> None:
         """Write codes, and pass on what they decode to."""
-        sent_RN = room("work", (at_once, TILE), CPU, torch.float32)
-        sent_BK, bits_RN = sent_RN.view(-1, self.block), sent_RN.view(torch.int32)
-        row_K, blocks = part(_rounder(0, CPU), 0, self.block), len(sent_BK)
-        by_rows = [torch.split(each, at_once) for each in (x_RN, codes_RN)]
-        by_blocks = [
-            torch.split(each, blocks) for each in (x_RN.view(-1, self.block), factors_B1, scales_B1)
-        ]
-        for step, (x, codes, x_blocks, factors, scales) in enumerate(
-            zip(*by_rows, *by_blocks, strict=True)
-        ):
-            sent, sent_blocks = part(sent_RN, 0, len(x)), part(sent_BK, 0, len(x_blocks))
-            torch.addcmul(row_K, x_blocks, factors, out=sent_blocks)
-            codes.copy_(part(bits_RN, 0, len(x)))
-            sent.copy_(codes)
-            sent_blocks.mul_(scales)
-            done(step, x.view(-1), sent.view(-1))
+        row_K, blocks = part(_rounder(0, CPU), 0, self.block), at_once * TILE // self.block
+        parts = (
+            torch.split(codes_RN, at_once),
+            torch.split(factors_B1, blocks),
+            torch.split(scales_B1, blocks),
+        )
+        for index, (step, codes, factors, scales) in enumerate(zip(steps, *parts, strict=True)):
+            torch.addcmul(row_K, step.x_blocks, factors, out=step.sent_blocks)
+            codes.copy_(step.bits_of_rows)
+            step.sent.sub_(ROUNDER)  # the codes again: none is beyond 127
+            step.sent_blocks.mul_(scales)
+            done(index, step.x, step.sent)
 
     def _code_bytes(self, numel: int) -> int:
         return numel

@@ -25,6 +25,7 @@ BELOW = {
 # module belongs to the longest name that fits. The package of a room imports nothing for itself
 # that its modules may not.
 ROOMS = (
+    "compression.threads",
     "compression.scratch",
     "compression.checksum",
     "compression.staging",

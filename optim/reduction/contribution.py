@@ -35,9 +35,11 @@ import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from statistics import median_high, median_low
-from typing import Any, Literal, TypeGuard
+from typing import Any, Literal, NamedTuple, TypeGuard
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -46,6 +48,7 @@ from atoll.compression.base import CPU
 from atoll.compression.blocks import Int8, squarable
 from atoll.compression.scratch import TILE, room, tiles_at_once
 from atoll.compression.sparse import Sparse, SparseCodec
+from atoll.compression.threads import share
 from atoll.optim.reduction.cells import (
     SHORT,
     Bytes,
@@ -89,6 +92,7 @@ NORM_FLOOR = 0.5
 NORM_MOVES = 2.0
 # Times the median norm. Work that was left out for long would outweigh the other peers' windows.
 DRIFT_CAP = 3.0
+LARGE_PAGE_BYTES = 1 << 21  # of x86 and most of Arm
 BATCHES_AT_ONCE = 64  # whose selections are encoded together: up to a million values, in cache
 
 
@@ -303,6 +307,15 @@ class Offer:
         return float(sum(self.squares) ** 0.5)
 
 
+class _Encoded(NamedTuple):
+    """A batch, encoded."""
+
+    frames: Sequence[Bytes]
+    squares: Sequence[float]
+    selected: Sparse | None = None
+    """what Top-k has selected, of which the fields above are not known yet"""
+
+
 class Feedback:
     """The residual of one peer for one fragment."""
 
@@ -396,37 +409,55 @@ class Feedback:
             return self._offer(delta, weight)
 
     def _offer(self, delta: Tensor | Difference, weight: float) -> Offer:
-        frames: list[Bytes] = [b""] * len(self.pieces)
-        squares = [0.0] * len(self.pieces)
-        chosen: list[tuple[slice, TopK, Sparse]] = []
         after_N = self._room_after(delta) if self._keeps(weight) else None
-        room_for_frames = vectors.buffer(0 if after_N is None else self._bytes_in_steps())
-        for batch, codec in self._batches:
-            pieces, cut = self.pieces[batch], self._values(batch)
-            if after_N is not None and self._goes_in_steps(codec, pieces[0]):
-                of_batch = len(pieces) * codec.wire_bytes(TILE)
-                written, room_for_frames = room_for_frames[:of_batch], room_for_frames[of_batch:]
-                squares[batch] = self._encode_in_steps(codec, written, delta, cut, weight, after_N)
-                frames[batch] = _rows_of(written, len(pieces))
-                continue
-            x = self._with_residual(delta, cut, weight)
-            # Top-k is selected now, while x is in scratch; the selections are encoded below, many
-            # batches at once, because passes over x evict the encoder's code from the cache.
-            if isinstance(codec, TopK) and codec.go_together(len(x) // len(pieces)):
-                there = self._there(x)
-                chosen.append((batch, codec, codec.choose_rows(there.view(len(pieces), -1)).cpu()))
-            else:
-                x = x if isinstance(codec, SparseCodec) else self._there(x)
-                frames[batch], sent = encode_sent(codec, x, pieces)
-                squares[batch] = sent.squares(pieces)
-                if after_N is not None:
-                    sent.take_from_(x)
-            if after_N is not None:
-                self._put_product(x, weight, after_N[cut])
+        rooms = {} if after_N is None else self._rooms_in_steps()
+        encode = partial(self._encode_batch, delta, weight, after_N, rooms)
+        # A device has a stream of this thread's.
+        on_cpu = self._device == CPU
+        encoded = share(encode, self._batches) if on_cpu else list(map(encode, self._batches))
+        frames = [frame for each in encoded for frame in each.frames]
+        squares = [square for each in encoded for square in each.squares]
+        chosen = [
+            (batch, codec, each.selected)
+            for (batch, codec), each in zip(self._batches, encoded, strict=True)
+            if isinstance(codec, TopK) and each.selected is not None
+        ]
         for some in _alike(chosen):
             self._encode_chosen(some, weight, frames, squares, after_N)
         self._offered, self._credited = True, []
         return Offer(weight=weight, frames=tuple(frames), squares=tuple(squares), after_N=after_N)
+
+    def _encode_batch(
+        self,
+        delta: Tensor | Difference,
+        weight: float,
+        after_N: Tensor | None,
+        rooms: Mapping[int, memoryview],
+        batch_and_codec: tuple[slice, Codec],
+    ) -> _Encoded:
+        """Encode a batch, and write its residual after an inclusion."""
+        (batch, codec), cut = batch_and_codec, self._values(batch_and_codec[0])
+        pieces = self.pieces[batch]
+        if after_N is not None and self._goes_in_steps(codec, pieces[0]):
+            room_for_frames = rooms[batch.start]
+            squares = self._encode_in_steps(codec, room_for_frames, delta, cut, weight, after_N)
+            return _Encoded(_rows_of(room_for_frames, len(pieces)), squares)
+        x = self._with_residual(delta, cut, weight)
+        # Top-k is selected now, while x is in scratch; the selections are encoded later, many
+        # batches at once, because passes over x evict the encoder's code from the cache.
+        if isinstance(codec, TopK) and codec.go_together(len(x) // len(pieces)):
+            there = self._there(x)
+            selected = codec.choose_rows(there.view(len(pieces), -1)).cpu()
+            encoded = _Encoded([b""] * len(pieces), [0.0] * len(pieces), selected)
+        else:
+            x = x if isinstance(codec, SparseCodec) else self._there(x)
+            frames, sent = encode_sent(codec, x, pieces)
+            encoded = _Encoded(frames, sent.squares(pieces))
+            if after_N is not None:
+                sent.take_from_(x)
+        if after_N is not None:
+            self._put_product(x, weight, after_N[cut])
+        return encoded
 
     def _room_after(self, delta: Tensor | Difference) -> Tensor:
         """Return memory for the residual after an inclusion, maybe that of the contribution.
@@ -443,13 +474,20 @@ class Feedback:
         on_cpu = self._device == CPU
         return on_cpu and isinstance(codec, Int8) and codec.goes_in_steps(dims)
 
-    def _bytes_in_steps(self) -> int:
-        """Return the length of all frames that are encoded in steps."""
-        return sum(
-            (batch.stop - batch.start) * codec.wire_bytes(TILE)
+    def _rooms_in_steps(self) -> dict[int, memoryview]:
+        """Return memory for the frames of each batch that is encoded in steps, by its first piece.
+
+        The batches' memory is one, so that most of it is in large pages.
+        """
+        lengths = {
+            batch.start: (batch.stop - batch.start) * codec.wire_bytes(TILE)
             for batch, codec in self._batches
             if self._goes_in_steps(codec, self.pieces[batch.start])
-        )
+        }
+        memory, rooms = _in_large_pages(sum(lengths.values())), dict[int, memoryview]()
+        for first, length in lengths.items():
+            rooms[first], memory = memory[:length], memory[length:]
+        return rooms
 
     def _encode_in_steps(
         self,
@@ -622,6 +660,19 @@ def _some_of(delta: Tensor | Difference, run: slice, out: Tensor) -> Tensor:
         return delta[run]
     delta.write_(run, out)
     return out
+
+
+def _in_large_pages(num_bytes: int) -> memoryview:
+    """Return zeros that begin with a large page and end in one.
+
+    A mapping begins anywhere. Small pages before its first large one and after the last took 0.1 ns
+    a byte of 10 MB.
+    """
+    if num_bytes < LARGE_PAGE_BYTES:
+        return vectors.buffer(num_bytes)
+    memory = vectors.buffer(num_bytes + 2 * LARGE_PAGE_BYTES)  # what nobody touches takes nothing
+    start = -np.frombuffer(memory, np.uint8).ctypes.data % LARGE_PAGE_BYTES
+    return memory[start : start + num_bytes]
 
 
 def _rows_of(frames: memoryview, num_rows: int) -> list[memoryview]:

@@ -52,7 +52,7 @@ TILE = 64  # SparseLoCo's and DeMo's chunks: 64 x 64 values
 MAX_PIECE = 2 * CELL  # values, unless TILE rows have more: parts are cut between pieces only
 AT_ONCE = MAX_TILES  # pieces that are encoded at once: more calls cost more than the cache gives
 AT_ONCE_ON_DEVICE = 64  # of a GPU: 16 MiB of values, and some times as much of scratch beside it
-RUN = CELL  # values for two threads: four vectors of half of them are 0.5 MiB, half an L2 cache
+RUN = 4 * CELL  # values of a pass: fewer would stay in the L2 cache, but then calls cost more
 # torch.compile puts this in front of each name. Peers that compile and peers that do not must
 # have the same layout, hence the same digest.
 _COMPILED = "_orig_mod."
@@ -523,20 +523,19 @@ class Fragment:
     def aligned(self, values_F: Tensor, *vectors_N: Tensor) -> Iterator[tuple[Tensor, ...]]:
         """Yield runs of the fragment's values, each with its places in vectors of N; views.
 
-        Runs of spans are short enough to stay in the caches of torch's threads, of which each takes
-        half a `RUN` or more: over 30M values a pass that leaves them costs 4 to 8 ms. Runs of tiled
-        tensors are all whole tiles of one tensor, or a margin of it.
+        Runs of spans are short enough to stay in a processor's caches: over 30M values a pass that
+        leaves them costs 4 to 8 ms. Runs of tiled tensors are all whole tiles of one tensor, or a
+        margin of it.
         """
         if self.tensors:
             pairs = [self._tiles(values_F, vector_N) for vector_N in vectors_N]
             for (tiles, first), *others in zip(*pairs, strict=True):
                 yield tiles, first, *(places for _, places in others)
             return
-        run = RUN * min(AT_ONCE, max(1, torch.get_num_threads() // 2))
         for (start, stop), values in zip(self.spans, self._of_spans(values_F), strict=True):
             yield from zip(
-                torch.split(values, run),
-                *(torch.split(vector_N[start:stop], run) for vector_N in vectors_N),
+                torch.split(values, RUN),
+                *(torch.split(vector_N[start:stop], RUN) for vector_N in vectors_N),
                 strict=True,
             )
 

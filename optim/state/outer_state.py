@@ -21,11 +21,11 @@ that states a root states its position.
       StateGone          a state whose memory the next one has taken
 """
 
+import itertools
 import math
 import struct
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from threading import Lock
 
@@ -34,13 +34,13 @@ from blake3 import blake3
 from torch import Tensor
 
 from atoll.compression import planes
+from atoll.compression.threads import share
 from atoll.optim.state import halves, vectors
 from atoll.optim.state.layout import Layout
 
 LEAF_BYTES = 1 << 20  # 0.1 s at 100 Mbit/s: small enough to spread over donors and to retry
 DIGEST_BYTES = 32  # of BLAKE3
-LEAVES_A_THREAD = 8  # hashed in a row: 1.5 ms, against which a thread's turn is little
-MAX_THREADS = 4  # 20 GB/s: memory serves other work beside it
+LEAVES_A_RUN = 8  # hashed in a row: 1.5 ms, against which a thread's turn is little
 _NODE = b"\x01"
 _ROOT = b"atoll-state-root-2"
 
@@ -301,7 +301,7 @@ class OuterState:
     def leaves(self) -> list[bytes]:
         """Return the digest of each leaf; hashed once, about 0.2 s a gigabyte, without the GIL.
 
-        On as many threads as torch uses for arithmetic. Whoever asks meanwhile waits.
+        Whoever asks meanwhile waits.
 
         Raises:
             StateGone: the next state has taken its place, and it was not hashed before.
@@ -331,14 +331,12 @@ class OuterState:
             return self._digests
 
     def _hashed(self) -> tuple[bytes, ...]:
-        leaves, threads = range(self.num_leaves), torch.get_num_threads()
-        if threads == 1 or len(leaves) < LEAVES_A_THREAD:
-            return tuple(map(self._digest, leaves))
-        with ThreadPoolExecutor(min(threads, MAX_THREADS)) as pool:
-            return tuple(pool.map(self._digest, leaves, chunksize=LEAVES_A_THREAD))
+        leaves = range(self.num_leaves)
+        runs = [leaves[at : at + LEAVES_A_RUN] for at in leaves[::LEAVES_A_RUN]]
+        return tuple(itertools.chain.from_iterable(share(self._digests_of, runs)))
 
-    def _digest(self, index: int) -> bytes:
-        return leaf_digest(self.leaf(index))
+    def _digests_of(self, leaves: range) -> list[bytes]:
+        return [leaf_digest(self.leaf(index)) for index in leaves]
 
     def _next(self, memory_M: Tensor) -> "OuterState":
         return OuterState(

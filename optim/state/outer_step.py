@@ -12,6 +12,7 @@ the step makes of it moves the parameters before it is rounded by integers (`hal
 import math
 import struct
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 import torch
@@ -21,7 +22,7 @@ from atoll.compression.scratch import room
 from atoll.optim.state import halves
 from atoll.optim.state.layout import CELL, Fragment, whole
 from atoll.optim.state.outer_state import OuterState, StateError
-from atoll.optim.state.updates import Update, aligned
+from atoll.optim.state.updates import Update, for_each_run
 from atoll.optim.state.vectors import empty
 
 NORM_BITS = 23  # of a value in a norm: 65,536 squares of up to 2^46 sum to 2^62, within int64
@@ -153,9 +154,12 @@ def descend(
     new = state.next_with_memory()
     for gap in fragment.gaps:
         new.params_N[gap] = state.params_N[gap]
-    for u, params, new_params in aligned(update_F, fragment, state.params_N, new.params_N):
+
+    def rule(u: Tensor, params: Tensor, new_params: Tensor) -> None:
         step = _times(torch.sign(u) if signed else u, lr_)
         torch.sub(_times(params, kept), step, out=new_params)
+
+    for_each_run(rule, update_F, fragment, state.params_N, new.params_N)
     return new
 
 
@@ -332,16 +336,14 @@ def _stepped(
         new.params_N[gap] = state.params_N[gap]
         new.momentum_N[gap] = state.momentum_N[gap]
     old = (state.params_N, state.momentum_N)
-    for u, params, m, new_params, new_m in fragment.aligned(
-        update_F, *old, new.params_N, new.momentum_N
-    ):
-        _apply_rule(rule, params, m, u, new_params, new_m)
+    into = (new.params_N, new.momentum_N)
+    for_each_run(partial(_apply_rule, rule), update_F, fragment, *old, *into)
     return new
 
 
 @torch.inference_mode()  # scratch that was made in this mode cannot be changed outside it
 def _apply_rule(
-    rule: Rule, params: Tensor, m: Tensor, u: Tensor, new_params: Tensor, new_m: Tensor
+    rule: Rule, u: Tensor, params: Tensor, m: Tensor, new_params: Tensor, new_m: Tensor
 ) -> None:
     """Apply a rule to a run of values, whose momentum may be stored in bf16."""
     if m.dtype == torch.float32:
@@ -364,12 +366,17 @@ def _overwritten(state: OuterState, update_F: Tensor, rule: Rule, fragment: Frag
         params_N = state.allocate(state.layout.numel)
         for gap in fragment.gaps:
             params_N[gap] = state.params_N[gap]
-    old = (state.params_N, state.momentum_N)
-    for u, params, m, new_params in fragment.aligned(update_F, *old, params_N):
-        stepped = room("stepped", u.shape, u.device, torch.float32)
-        _apply_rule(rule, params, m, u, stepped, m)
-        new_params.copy_(stepped)
+    places = (state.params_N, state.momentum_N, params_N)
+    for_each_run(partial(_overwrite, rule), update_F, fragment, *places)
     return state.next_of(params_N)
+
+
+@torch.inference_mode()
+def _overwrite(rule: Rule, u: Tensor, params: Tensor, m: Tensor, new_params: Tensor) -> None:
+    """Apply a rule to a run of values, whose new parameters may lie where any of them do."""
+    stepped = room("stepped", u.shape, u.device, torch.float32)
+    _apply_rule(rule, u, params, m, stepped, m)
+    new_params.copy_(stepped)
 
 
 def _begun(state: OuterState) -> OuterState:

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from atoll.compression.scratch import room
 from atoll.compression.sparse import Sparse
+from atoll.compression.threads import share
 from atoll.optim.state import vectors
 from atoll.optim.state.layout import Fragment
 
@@ -50,31 +51,37 @@ def joined(parts: Sequence[Update]) -> Update:
     )
 
 
-def aligned(update: Update, fragment: Fragment, *vectors_N: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Align an update like `Fragment.aligned`, with sent values between zeros in scratch.
+def for_each_run(
+    work: Callable[..., None], update: Update, fragment: Fragment, *vectors_N: Tensor
+) -> None:
+    """Call a function with each run of `Fragment.aligned`, shared by threads.
 
-    A run in scratch is good until the next one is taken.
+    What was sent lies between zeros in scratch, which is good until the function returns.
     """
     if isinstance(update, Sparse) and len(fragment.spans) == 1:
-        yield from _aligned_sparse(update, fragment, *map(fragment.cut, vectors_N))
+        _for_each_sparse(work, update, fragment, *map(fragment.cut, vectors_N))
     else:
-        yield from fragment.aligned(dense(update), *vectors_N)
+        runs = list(fragment.aligned(dense(update), *vectors_N))
+        share(lambda run: work(*run), runs)
 
 
-def _aligned_sparse(
-    update: Sparse, fragment: Fragment, *cuts_F: Tensor
-) -> Iterator[tuple[Tensor, ...]]:
+def _for_each_sparse(
+    work: Callable[..., None], update: Sparse, fragment: Fragment, *cuts_F: Tensor
+) -> None:
     # Values go between zeros in scratch because writing to the sent places alone would gain
     # nothing, as estimated: computing the places of tiled values costs what the zeros do.
     last = len(fragment.slices) - 1
     stops = [fragment.slices[min(i + PIECES - 1, last)].stop for i in range(0, last + 1, PIECES)]
     ends = torch.searchsorted(update.indices, torch.tensor(stops)).tolist()
-    runs = zip(itertools.pairwise([0, *stops]), itertools.pairwise([0, *ends]), strict=True)
-    for run, sent in ((slice(*values), slice(*entries)) for values, entries in runs):
-        values = room("update", (run.stop - run.start,), torch.device("cpu"), torch.float32)
-        values.zero_().scatter_(0, update.indices[sent] - run.start, update.values[sent])
+
+    def of_run(start: int, stop: int, first: int, end: int) -> None:
+        values = room("update", (stop - start,), torch.device("cpu"), torch.float32)
+        values.zero_().scatter_(0, update.indices[first:end] - start, update.values[first:end])
         at = 0
-        for places in fragment.places(run, *cuts_F):
+        for places in fragment.places(slice(start, stop), *cuts_F):
             some = values[at : at + places[0].numel()]
-            yield some.view(places[0].shape), *places
+            work(some.view(places[0].shape), *places)
             at += places[0].numel()
+
+    runs = zip(itertools.pairwise([0, *stops]), itertools.pairwise([0, *ends]), strict=True)
+    share(lambda run: of_run(*run), [(*values, *sent) for values, sent in runs])

@@ -6,7 +6,6 @@ less. Tensors made here must not be changed in place elsewhere, which torch refu
 
 from __future__ import annotations
 
-import ctypes
 import os
 import sys
 import threading
@@ -16,12 +15,10 @@ from functools import partial
 
 import torch
 
+from atoll.compression import threads
+
 NICENESS = 10  # a tenth of a contended core; at 5, inner steps ended as late as at 0
 MOST = 19  # the highest niceness of Linux
-# Of torch, in a thread whose calls are short: with so few, one is as fast. OpenMP's threads sleep
-# between calls when all threads of the process that call torch have more than there are processors.
-FEW = 2
-_set_threads = getattr(ctypes.CDLL(None), "omp_set_num_threads", None)
 _thread = threading.local()
 
 
@@ -41,9 +38,8 @@ def _begin(*, short_calls: bool) -> None:
     _thread.without_gradients = torch.inference_mode()
     _thread.without_gradients.__enter__()
     _yield_to_others()
-    if short_calls and torch.get_num_threads() <= FEW and _set_threads is not None:
-        # Of this thread alone. `torch.set_num_threads` sets the number of threads to come as well.
-        _set_threads(1)
+    if short_calls:
+        threads.call_torch_alone()
 
 
 def _yield_to_others() -> None:

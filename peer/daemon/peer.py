@@ -474,7 +474,7 @@ async def _environment(
     outbox = Outbox()
     announcer = Announcer(on_event, outbox, client.now_s)
     # For what would block the loop: decode, accumulate, apply, hash, SQLite.
-    threads = background_threads(2, "atoll-work")
+    threads = background_threads(2, "atoll-work", short_calls=True)
     stack.callback(threads.shutdown, wait=False, cancel_futures=True)
     # These tasks close last, although they end first: one that hangs keeps nothing else open.
     tasks = await stack.enter_async_context(

@@ -590,7 +590,7 @@ class World:
             (bootstrap, "choose_port", lambda host, wanted, remembered: 1),
             (bootstrap, "both_families", lambda host, port: [host]),
             (peer_module, "look_up", self.look_up),
-            (peer_module, "background_threads", lambda *_: InlineExecutor()),
+            (peer_module, "background_threads", lambda *_, **__: InlineExecutor()),
             (reducer, "background_threads", lambda *_, **__: InlineExecutor()),
             (decisions, "queue", queues),
             (gossip_run, "queue", queues),

@@ -1,12 +1,13 @@
 import math
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from atoll.compression import parse
 from atoll.optim.reduction.cells import Cells, body_of, sums_of_squares
-from atoll.optim.reduction.contribution import Feedback
+from atoll.optim.reduction.contribution import LARGE_PAGE_BYTES, Feedback, Offer
 from atoll.optim.state.layout import (
     CELL,
     Difference,
@@ -224,6 +225,31 @@ def test_int8_in_steps_gives_the_bits_of_cells_one_by_one(size, threads):
     squares = [float(d.double().square().sum()) for d in sent]
     assert offer.squares == same.squares == pytest.approx(squares, rel=1e-6, abs=0.0)
     assert torch.equal(feedback.mass_N, mass_N)
+
+
+@pytest.mark.parametrize("spec", ["int8", "int4", "topk+2bit", "sign"])
+def test_threads_that_share_batches_give_the_bits_of_one(spec):
+    numel, before = 40 * CELL + 500, torch.get_num_threads()
+    delta_N = torch.randn(numel, generator=torch.Generator().manual_seed(6))
+    offers = list[Offer]()
+    try:
+        for threads in (1, 3):
+            torch.set_num_threads(threads)
+            offers.append(Feedback(numel, parse(spec)).offer(delta_N, 3.0))
+    finally:
+        torch.set_num_threads(before)
+    alone, shared = offers
+    assert (shared.frames, shared.squares) == (alone.frames, alone.squares)
+    assert torch.equal(shared.after_N, alone.after_N)
+
+
+def test_frames_of_int8_begin_with_a_large_page():
+    numel = 40 * CELL
+    frames = Feedback(numel, parse("int8")).offer(torch.ones(numel), 3.0).frames
+    together = joined_bytes(frames)
+    assert isinstance(together, memoryview), "they lie side by side"
+    assert len(together) > LARGE_PAGE_BYTES
+    assert np.frombuffer(together, np.uint8).ctypes.data % LARGE_PAGE_BYTES == 0
 
 
 @pytest.mark.parametrize("spec", ["int8", "int4", "topk+2bit", "sign"])

@@ -4,6 +4,7 @@ import pytest
 import torch
 from blake3 import blake3
 
+from atoll.optim.state import outer_state
 from atoll.optim.state.layout import Layout
 from atoll.optim.state.outer_state import (
     LEAF_BYTES,
@@ -81,6 +82,17 @@ def test_a_state_that_shares_its_memory_has_the_snapshot_of_its_own_values(state
     assert new.root() == own.root() != state.root()
     snapshot = b"".join(new.read_leaf(i) for i in range(new.num_leaves))
     assert snapshot == new.params_N.numpy().tobytes() + new.memory_M.numpy().tobytes()
+
+
+def test_threads_that_share_leaves_give_the_root_of_one(state, monkeypatch):
+    monkeypatch.setattr(outer_state, "LEAVES_A_RUN", 1)
+    before, alone = torch.get_num_threads(), state.at(1)
+    torch.set_num_threads(2)
+    try:
+        shared = state.at(1).leaves()
+    finally:
+        torch.set_num_threads(before)
+    assert shared == alone.leaves()
 
 
 def test_root_by_hand(state):

@@ -33,6 +33,15 @@ def some_of(numel, seed=0):
     return Sparse(indices=indices, values=vector(seed + 1, len(indices)), shape=(numel,))
 
 
+@pytest.fixture
+def torch_has_two_threads():
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("torch_has_two_threads")
 @pytest.mark.parametrize("decay", [0.0, 0.1])
 @pytest.mark.parametrize("signed", [False, True])
 def test_descent_has_the_bits_of_all_values(decay, signed):

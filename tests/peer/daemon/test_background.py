@@ -5,8 +5,9 @@ import threading
 import pytest
 import torch
 
-from atoll.peer.daemon import background
-from atoll.peer.daemon.background import FEW, MOST, NICENESS, background_threads
+from atoll.compression import threads as own
+from atoll.compression.threads import FEW
+from atoll.peer.daemon.background import MOST, NICENESS, background_threads
 
 
 def niceness() -> int:
@@ -28,7 +29,7 @@ def test_background_threads_are_named():
     assert name.startswith("atoll-test")
 
 
-@pytest.mark.skipif(background._set_threads is None, reason="torch has another OpenMP, or none")
+@pytest.mark.skipif(own._set_threads is None, reason="torch has another OpenMP, or none")
 @pytest.mark.parametrize(
     ("process_has", "short_calls", "expected"),
     [(FEW, True, 1), (FEW, False, FEW), (FEW + 1, True, FEW + 1)],
@@ -39,6 +40,7 @@ def test_short_calls_take_one_thread_of_few(process_has, short_calls, expected):
     try:
         with background_threads(1, "atoll-test", short_calls=short_calls) as threads:
             assert threads.submit(torch.get_num_threads).result() == expected
+            assert threads.submit(own.usable).result() == process_has
         with background_threads(1, "atoll-test") as threads:
             assert threads.submit(torch.get_num_threads).result() == process_has
         assert torch.get_num_threads() == process_has

@@ -15,6 +15,8 @@ import pytest
 import torch
 
 from atoll.dht import identity
+from atoll.peer.daemon.beside import starting
+from support.forks import NetworkFork
 
 # Modules and thousands of tests are made before the first test runs, and all of them stay:
 # a collection passes over them in vain each time.
@@ -25,6 +27,11 @@ torch.set_num_threads(1)
 # All peers of a swarm are in one process and verify the same signatures: each once is enough.
 # Before another module imports the function.
 identity.verify = functools.lru_cache(1 << 14)(identity.verify)
+# Its tests share one run, and wait for most of their 2.5 minutes: no worker may take the last of
+# them over and begin a run of its own when the others have ended.
+FIRST = "test_processes.py"
+REAL_START = starting.start_process
+starting.start_process = NetworkFork
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background ignores it
 
 
@@ -37,9 +44,6 @@ def pytest_addoption(parser):
 
 
 def pytest_collection_modifyitems(config, items):
-    # Its tests share one run, and wait for most of their 2.5 minutes: they begin first, so that no
-    # worker takes the last of them over and begins a run of its own when the others have ended.
-    items.sort(key=lambda item: item.path.name != "test_processes.py")
     left_out = []
     if not config.getoption("--exhaustive"):
         left_out += [item for item in items if item.get_closest_marker("exhaustive")]
@@ -54,6 +58,40 @@ def pytest_collection_modifyitems(config, items):
         names = {item.nodeid for item in left_out}
         items[:] = [item for item in items if item.nodeid not in names]
         config.hook.pytest_deselected(items=left_out)
+    items[:] = dealt(items, int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 1)))
+
+
+def dealt(items, num_workers):
+    """Order tests so that each worker of several gets its share: an equal part of the list.
+
+    Tests with processes wait for much of their time, and the longest come late in the alphabet: the
+    last worker began them when the others had ended. So half of the workers begin with them, whole
+    files each, while the other half keeps the cores busy.
+    """
+    if num_workers == 1:
+        return items
+    files = {}
+    for item in items:
+        files.setdefault(item.path, []).append(item)
+    num_slow = {path: sum(map(is_slow, tests)) for path, tests in files.items()}
+    hands = [[] for _ in range(num_workers)]
+    for path in sorted(files, key=lambda path: path.name != FIRST):
+        if num_slow[path]:
+            hand = min(hands[: num_workers // 2], key=lambda hand: sum(map(num_slow.get, hand)))
+            hand.append(path)
+    quick = iter([item for item in items if not num_slow[item.path]])
+    left, order = len(items), []
+    for number, hand in enumerate(hands):
+        share = [item for path in hand for item in files[path]]
+        wanted = left // (num_workers - number)  # as xdist counts
+        share += itertools.islice(quick, max(0, wanted - len(share)))
+        left -= len(share)
+        order += share
+    return [*order, *quick]
+
+
+def is_slow(item):
+    return item.get_closest_marker("slow") is not None
 
 
 def pytest_collection_finish(session):
@@ -73,6 +111,12 @@ def state_home(tmp_path_factory, monkeypatch):
     home = tmp_path_factory.getbasetemp() / "state-homes" / str(next(HOMES))
     monkeypatch.setenv("XDG_STATE_HOME", str(home))
     return home / "atoll"
+
+
+@pytest.fixture
+def interpreters(monkeypatch):
+    """Peers of this process start their network sides as outside of tests."""
+    monkeypatch.setattr(starting, "start_process", REAL_START)
 
 
 @pytest.fixture

@@ -157,15 +157,13 @@ class Crew:
         os.close(descriptor)
         os.unlink(store)
         pipe, self._held = os.pipe()
-        command = [sys.executable, "-m", "atoll.peer.cli.main", *arguments]
         try:
             self._processes = [
-                subprocess.Popen(
-                    command,
-                    env=environment(rank, ranks, store=store, pipe=pipe),
-                    pass_fds=(pipe,),
-                    stdin=None if rank == 0 else subprocess.DEVNULL,
-                    start_new_session=True,  # one Ctrl-C reaches rank 0 once: through us
+                start_rank(
+                    arguments,
+                    environment(rank, ranks, store=store, pipe=pipe),
+                    pipe,
+                    leads=rank == 0,
                 )
                 for rank in range(ranks)
             ]
@@ -196,6 +194,19 @@ class Crew:
                 codes.append(LOST)
         os.close(self._held)
         return codes
+
+
+def start_rank(
+    arguments: Sequence[str], variables: dict[str, str], pipe: int, *, leads: bool
+) -> subprocess.Popen[bytes]:
+    """Start the command `atoll` as a rank that inherits one end of a pipe."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "atoll.peer.cli.main", *arguments],
+        env=variables,
+        pass_fds=(pipe,),
+        stdin=None if leads else subprocess.DEVNULL,
+        start_new_session=True,  # one Ctrl-C reaches rank 0 once: through us
+    )
 
 
 def environment(rank: int, ranks: int, *, store: str, pipe: int) -> dict[str, str]:

@@ -1,6 +1,7 @@
-"""Network sides of peers without an interpreter of their own, which takes 3 s of a processor.
+"""Parts of peers without an interpreter of their own, which takes 3 s of a processor.
 
-What starts real ones is tests/peer/daemon/beside/test_trainer_side.py, and whoever takes neither.
+Network sides, and the ranks of a peer of several. `support.forks.NetworkFork` is what all tests
+have; what starts real ones is in tests/peer/daemon/beside/test_trainer_side.py.
 """
 
 import asyncio
@@ -10,8 +11,11 @@ import resource
 import signal
 import socket
 import subprocess
+import sys
 import threading
 
+from atoll.peer.cli.main import main
+from atoll.peer.daemon import launching
 from atoll.peer.daemon.beside import network_side, starting, trainer_side
 from atoll.peer.daemon.beside.channel import Channel
 from atoll.peer.daemon.beside.owner_side import OwnerSide
@@ -40,14 +44,15 @@ class InThread:
 
 
 class InFork:
-    """A network side in a process that is forked from its trainer's."""
+    """A process that is forked from this one, which had no threads."""
 
-    def __init__(self, connection):
+    def __init__(self, become, *arguments):
         self.returncode = None
         self.pid = os.fork()
         if self.pid == 0:
             try:
-                _serve(connection)
+                gc.freeze()  # objects that close their descriptors at their end, of other owners
+                become(*arguments)
             finally:
                 os._exit(1)
 
@@ -65,8 +70,18 @@ class InFork:
                 raise subprocess.TimeoutExpired("network side", timeout)
         return self.returncode
 
+    def poll(self):
+        if self.returncode is None:
+            found, status = os.waitpid(self.pid, os.WNOHANG)
+            if found:
+                self.returncode = os.waitstatus_to_exitcode(status)
+        return self.returncode
+
+    def send_signal(self, number):
+        os.kill(self.pid, number)
+
     def kill(self):
-        os.kill(self.pid, signal.SIGKILL)
+        self.send_signal(signal.SIGKILL)
 
 
 def admitted(consent, membership, fetch_tokenizer):
@@ -97,19 +112,38 @@ def admitted(consent, membership, fetch_tokenizer):
 
 def _serve(connection):
     """Become the network process: nothing of the trainer's may stay open here."""
-    gc.freeze()  # objects that close their descriptors at their end: those have other owners now
     kept = connection.detach()
-    most = min(resource.getrlimit(resource.RLIMIT_NOFILE)[0], 1 << 16)
-    os.closerange(3, kept)
-    os.closerange(kept + 1, most)
+    _close_all_but(kept)
     null = os.open(os.devnull, os.O_RDWR)
     for number in (0, 1):
         os.dup2(null, number)
-    signal.set_wakeup_fd(-1)
     network_side.serve(socket.socket(fileno=kept))
     os._exit(0)
 
 
+def _be_rank(arguments, environment, pipe, leads):
+    """Become a rank: nothing of the launcher's may stay open here but its pipe."""
+    os.setsid()
+    _close_all_but(pipe)
+    if not leads:
+        os.dup2(os.open(os.devnull, os.O_RDWR), 0)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    os.environ.clear()
+    os.environ.update(environment)
+    code = main(arguments)
+    sys.stdout.flush()
+    os._exit(code)
+
+
+def _close_all_but(kept):
+    most = min(resource.getrlimit(resource.RLIMIT_NOFILE)[0], 1 << 16)
+    os.closerange(3, kept)
+    os.closerange(kept + 1, most)
+    signal.set_wakeup_fd(-1)
+
+
 def by_forks():
-    """Let the trainer's process fork its network process from now on; before it has threads."""
-    starting.start_process = InFork
+    """Let this process, which has no threads yet, fork its network process and its ranks."""
+    starting.start_process = lambda connection: InFork(_serve, connection)
+    launching.start_rank = lambda *rank, leads: InFork(_be_rank, *rank, leads)

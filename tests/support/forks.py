@@ -7,7 +7,9 @@ start dozens of such processes.
 import contextlib
 import multiprocessing
 import os
+import runpy
 import signal
+import socket
 import subprocess
 import sys
 from multiprocessing import reduction
@@ -34,14 +36,58 @@ STREAMS = ("stdin", "stdout", "stderr")
 END_S = 60.0  # for a process that was told to end
 
 
-class Forked:
-    """`atoll WORDS` in a process and a process group of its own, used as a `subprocess.Popen`.
+class _Process:
+    """A process of the fork server, used as a `subprocess.Popen`."""
 
-    `stdout` and `stderr` may be `subprocess.PIPE`, to be read here as text.
+    def __init__(self, become, *arguments):
+        self._process = FORKS.Process(target=become, args=arguments)
+        self._process.start()
+        self.pid = self._process.pid
+
+    @property
+    def returncode(self):
+        return self._process.exitcode
+
+    def poll(self):
+        return self._process.exitcode
+
+    def wait(self, timeout=None):
+        self._process.join(timeout)
+        if self.returncode is None:
+            raise subprocess.TimeoutExpired("atoll", timeout)
+        return self.returncode
+
+    def send_signal(self, number):
+        if self.returncode is None:
+            os.kill(self.pid, number)
+
+    def kill(self):
+        self.send_signal(signal.SIGKILL)
+
+
+class NetworkFork(_Process):
+    """A network side of a peer of this process, in a process of its own."""
+
+    def __init__(self, connection):
+        super().__init__(_serve, _Descriptor(connection.fileno()))
+
+
+class Forked(_Process):
+    """`atoll WORDS` in a process and a process group of its own.
+
+    With `program`, it is that file of Python which gets the words. `stdout` and `stderr` may be
+    `subprocess.PIPE`, to be read here as text.
     """
 
     def __init__(
-        self, *words, stdin=subprocess.DEVNULL, stdout=None, stderr=None, cwd=None, env=None
+        self,
+        *words,
+        program=None,
+        stdin=subprocess.DEVNULL,
+        stdout=None,
+        stderr=None,
+        cwd=None,
+        env=None,
     ):
         self.stdout = self.stderr = None
         with contextlib.ExitStack() as stack:
@@ -57,10 +103,9 @@ class Forked:
                 elif stream is None:
                     stream = number
                 given.append(_Descriptor(stream if isinstance(stream, int) else stream.fileno()))
-            there = (list(map(str, words)), given, str(cwd or os.getcwd()), dict(env or os.environ))
-            self._process = FORKS.Process(target=_become, args=there)
-            self._process.start()
-        self.pid = self._process.pid
+            words = list(map(str, words))
+            there = (given, str(cwd or os.getcwd()), dict(env or os.environ))
+            super().__init__(_become, program and str(program), words, *there)
 
     def __enter__(self):
         return self
@@ -71,30 +116,10 @@ class Forked:
                 stream.close()
         self.wait(END_S)
 
-    @property
-    def returncode(self):
-        return self._process.exitcode
-
-    def poll(self):
-        return self._process.exitcode
-
-    def wait(self, timeout=None):
-        self._process.join(timeout)
-        if self.returncode is None:
-            raise subprocess.TimeoutExpired("atoll", timeout)
-        return self.returncode
-
     def communicate(self, timeout=None):
         """Return what it printed, less than a pipe holds."""
         self.wait(timeout)
         return tuple(stream and stream.read() for stream in (self.stdout, self.stderr))
-
-    def send_signal(self, number):
-        if self.returncode is None:
-            os.kill(self.pid, number)
-
-    def kill(self):
-        self.send_signal(signal.SIGKILL)
 
 
 class _Descriptor:
@@ -110,7 +135,13 @@ class _Descriptor:
         self.number = given.detach()
 
 
-def _become(words, given, folder, environment):
+def _serve(connection):
+    from atoll.peer.daemon.beside import network_side
+
+    network_side.serve(socket.socket(fileno=connection.number))
+
+
+def _become(program, words, given, folder, environment):
     os.setsid()
     for number, descriptor in enumerate(given):
         os.dup2(descriptor.number, number)
@@ -128,4 +159,8 @@ def _become(words, given, folder, environment):
     from support import beside
 
     beside.by_forks()
-    sys.exit(main(words))
+    sys.argv = [program or "atoll", *words]
+    if program is None:
+        sys.exit(main(words))
+    sys.path.insert(0, os.path.dirname(program))
+    runpy.run_path(program, run_name="__main__")

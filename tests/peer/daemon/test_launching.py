@@ -12,11 +12,11 @@ import psutil
 import pytest
 
 from atoll.peer.daemon.launching import LOST, SMALLER, environment, is_lost
+from support.forks import Forked
 from support.organiser import LOOPBACK
 
 TIMEOUT_S = 90
 ROUNDS = 4
-ATOLL = ("-m", "atoll.peer.cli.main")
 CUT_PEER = Path(__file__).parents[2] / "support" / "cut_peer.py"
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node")
 
@@ -24,15 +24,18 @@ TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node")
 class Child:
     """`atoll peer`, and the events that it prints."""
 
-    def __init__(self, invite, state_dir, text, *words, program=ATOLL):
-        command = [sys.executable, *map(str, program), "peer", str(invite), "--json", "--yes"]
-        command += ["--device", "cpu", "--data", str(text), "--listen", *LOOPBACK, *words]
-        self.process = subprocess.Popen(
-            [*command, "--state-dir", str(state_dir)],
-            stdout=subprocess.PIPE,
-            text=True,
-            env=os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
-        )
+    def __init__(self, invite, state_dir, text, *words, program=None):
+        words = ["peer", str(invite), "--json", "--yes", "--device", "cpu", *words]
+        words += ["--data", text, "--listen", *LOOPBACK, "--state-dir", state_dir]
+        started = {
+            "stdout": subprocess.PIPE,
+            "env": os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
+        }
+        if program is None:
+            self.process = Forked(*words, **started)
+        else:
+            command = [sys.executable, *map(str, program), *map(str, words)]
+            self.process = subprocess.Popen(command, text=True, **started)
         self.events = []
         threading.Thread(target=self._read, daemon=True).start()
 
@@ -46,8 +49,7 @@ class Child:
     def rank(self, number):
         """The process of one rank."""
         ranks = psutil.Process(self.process.pid).children()
-        (found,) = [each for each in ranks if each.environ()["RANK"] == str(number)]
-        return found
+        return sorted(ranks, key=lambda each: (each.create_time(), each.pid))[number]
 
     def end(self):
         self.process.kill()  # its ranks end with it
@@ -114,10 +116,9 @@ def test_a_peer_of_two_ranks_starts_again_when_one_is_killed(organise, kit, text
 @pytest.mark.slow
 def test_gpus_on_a_machine_without_any_are_refused_at_once(tmp_path):
     hidden = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, "-m", "atoll.peer.cli.main", "peer", "INVITE", "--gpus", "all"]
-    refused = subprocess.run(command, env=hidden, capture_output=True, text=True, timeout=TIMEOUT_S)
-    assert refused.returncode == 2
-    assert "sees no CUDA device" in refused.stderr
+    with Forked("peer", "INVITE", "--gpus", "all", stderr=subprocess.PIPE, env=hidden) as refused:
+        assert refused.wait(TIMEOUT_S) == 2
+        assert "sees no CUDA device" in refused.stderr.read()
 
 
 @pytest.mark.parametrize(

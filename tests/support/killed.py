@@ -9,11 +9,11 @@ from typing import Any
 from atoll.coordinator.run.keys import RunKeys
 from atoll.optim.log.entry import Claim
 from atoll.optim.methods import parse
-from atoll.optim.state import mapped, outer_step
+from atoll.optim.state import layout, mapped, outer_step
 from support.forks import FORKS
 from support.logs import open_replica
 
-CELLS = 3  # of an entry here; a rule is applied to each by itself
+CELLS = 3  # of an entry here, each of which is a run by itself
 END_S = 60.0
 
 
@@ -42,6 +42,7 @@ def _apply(
     entries: Sequence[tuple[Claim, bytes]],
 ) -> None:
     mapped.IN_MEMORY = ()  # the tests' folder may lie there
+    layout.RUN = layout.CELL  # else each entry is one run
     replica = open_replica(
         folder,
         RunKeys.load_or_create(keys),

@@ -22,7 +22,8 @@ from torch.optim import Optimizer
 
 from atoll.optim.methods.base import Method, StateFormat, register, require
 from atoll.optim.methods.diloco import DiLoCo
-from atoll.optim.methods.worker import Window, Worker
+from atoll.optim.methods.windows import Window
+from atoll.optim.methods.worker import Worker
 from atoll.optim.reducer import Commit, Reducer
 from atoll.optim.state import vectors
 from atoll.optim.state.layout import Fragment

@@ -24,7 +24,8 @@ from torch import Tensor
 
 from atoll.compression import Bf16, Codec
 from atoll.optim.methods.base import Method, register, require
-from atoll.optim.methods.worker import Window, Worker
+from atoll.optim.methods.windows import Window
+from atoll.optim.methods.worker import Worker
 from atoll.optim.reducer import Commit
 from atoll.optim.state.layout import Fragment, Layout
 from atoll.optim.state.outer_state import OuterState

@@ -35,7 +35,8 @@ import torch
 from torch import Tensor
 
 from atoll.optim.methods.base import Method, StateFormat, register, require
-from atoll.optim.methods.worker import Window, Worker
+from atoll.optim.methods.windows import Window
+from atoll.optim.methods.worker import Worker
 from atoll.optim.reducer import Commit
 from atoll.optim.state import layout as cuts
 from atoll.optim.state.layout import Difference, Fragment, Layout

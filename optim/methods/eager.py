@@ -24,7 +24,8 @@ from atoll.compression.scratch import TILE
 from atoll.optim.methods.base import register, require
 from atoll.optim.methods.co2 import CO2
 from atoll.optim.methods.diloco import DiLoCoMethod
-from atoll.optim.methods.worker import Window, Worker
+from atoll.optim.methods.windows import Window
+from atoll.optim.methods.worker import Worker
 from atoll.optim.reducer import Commit
 from atoll.optim.state import vectors
 

@@ -20,85 +20,20 @@ import operator
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from atoll.optim.methods import loops
+from atoll.optim.methods.windows import LossMean, PendingWindow, Window
 from atoll.optim.reducer import Commit, Contribution, Course, Reducer
 from atoll.optim.state import vectors
 from atoll.optim.state.layout import Difference, Fragment, Layout, LayoutError
 from atoll.optim.state.outer_state import is_finite
 from atoll.optim.state.parts import TensorPart, TensorParts
 from atoll.optim.state.places import Places, WholePlaces
-
-
-@dataclass(frozen=True, kw_only=True)
-class PendingWindow:
-    """My contribution under way: where local stood, and the work that it stands for."""
-
-    local_N: Tensor | None  # noqa: N815
-    """Local at submission, of the fragment in the order of the vector, moved along with the
-    commits since. None while the worker waits with a delay of 0: it is what local is."""
-
-    tokens: int
-    steps: int
-
-    age: int = 0
-    """Inner steps since it was handed in."""
-
-
-@dataclass(kw_only=True)
-class Window:
-    """The open window of one fragment, and the contribution of the last one."""
-
-    pending: PendingWindow | None = None
-    tokens: int = 0
-    steps: int = 0
-    step_in_window: int = 0
-    losses: list[float | Tensor] = field(default_factory=list)
-
-    def count(self, tokens: int, loss: float | Tensor | None) -> None:
-        """Add an inner step."""
-        self.tokens += tokens
-        self.steps += 1
-        self.step_in_window += 1
-        if loss is not None:
-            self.losses.append(loss)
-        if self.pending is not None:
-            self.pending = replace(self.pending, age=self.pending.age + 1)
-
-    def disown(self) -> None:
-        """Let the open window count for nothing; what is under way was trained before."""
-        self.tokens = 0 if self.pending is None else self.pending.tokens
-
-    def restart(self, step_in_window: int) -> None:
-        """Forget what was trained."""
-        self.pending = None
-        self.tokens = self.steps = 0
-        self.step_in_window = step_in_window
-        self.losses = []
-
-    def state_dict(self) -> dict[str, Any]:
-        """Its fields as plain values and tensors."""
-        return {
-            "pending": None if self.pending is None else vars(self.pending).copy(),
-            "tokens": self.tokens,
-            "steps": self.steps,
-            "step_in_window": self.step_in_window,
-            "losses": [float(loss) for loss in self.losses],
-        }
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what `state_dict` gave."""
-        pending = state["pending"]
-        self.pending = None if pending is None else PendingWindow(**pending)
-        self.tokens, self.steps = state["tokens"], state["steps"]
-        self.step_in_window = state["step_in_window"]
-        self.losses = list(state["losses"])
-
 
 if TYPE_CHECKING:
     from atoll.optim.methods.base import Method
@@ -676,8 +611,7 @@ class Worker(ABC):
         if not self.places.all_of(is_finite(delta if isinstance(delta, Tensor) else local_F)):
             self._discard()
             local_F, delta = self._held(index), torch.zeros(self.fragments[index].numel)
-        losses = [float(x.cpu() if isinstance(x, Tensor) else x) for x in window.losses]
-        loss = sum(losses) / len(losses) if losses else float("nan")
+        loss = window.losses.mean()
         number = self._statistics.windows
         self._statistics = replace(self._statistics, windows=number + 1, loss=loss)
         window.pending = PendingWindow(
@@ -687,7 +621,7 @@ class Worker(ABC):
             steps=window.steps,
         )
         window.step_in_window = 0  # tokens and steps stay until a commit has counted them
-        window.losses = []
+        window.losses = LossMean()
         return Contribution(
             fragment=index,
             window=number,

@@ -17,6 +17,7 @@ from atoll.coordinator.run.status import EVENTS, HISTORY
 from atoll.dht.testing.memory import MemoryNetwork, MemoryStream, MemoryTransport
 from atoll.optim.log.entry import Entry
 from atoll.optim.log.replica import LiveReplica
+from atoll.optim.methods.windows import MOST_NEWEST
 from atoll.peer.daemon.reporting import KEPT_KEYS, MAX_KEPT
 from atoll.peer.gossip.invitations import KEPT_IDS as INVITED_IDS
 from atoll.peer.gossip.peer import KEPT_IDS as COMMITTED_IDS
@@ -45,10 +46,9 @@ MOST_ITEMS = {
     "RoundHistory._newest": HISTORY,
     # samples of the link, ten a second while a reduction lasts, whose deadline is minutes away
     "Link._stretches[]": 6000,
-    # a loss a step, of a window that ends with a round: hours of steps if there is no quorum
-    "Window.losses": 20_000,
+    "LossMean.newest": MOST_NEWEST,
 }
-"""The bounds of attributes that keep the newest of something, or grow without a quorum."""
+"""The bounds of attributes that keep the newest of something."""
 LOCALS = 4096  # items of what a suspended function holds, which goes when it returns
 OWN_BYTES, VECTORS_A_PEER = 1 << 20, 16
 

@@ -81,7 +81,7 @@ def test_the_owner_sees_what_the_run_asks_for(tmp_path):
         "data: the source code of Python's standard library, on this machine",
         "tokenizer: bytes, built in",
         "method: diloco, 30 steps a round",
-        "memory: about 1.22 GB; with a GPU about 1.02 GB, and 263 MB of its own, at least 175 MB",
+        "memory: about 1.26 GB; with a GPU about 1.02 GB, and 263 MB of its own, at least 175 MB",
         "disk: about 1.03 GB, and 257 MB free beside it",
         "traffic: about 21.8 MB each way per round of 30 steps; 31.4 GB a day at one round a "
         "minute",

@@ -28,7 +28,7 @@ from atoll.peer.cli import (
 )
 from atoll.peer.cli.limits import add_limits, mbit, rates_of, rules_of, rules_of_one
 from atoll.peer.cli.watching import read_invite
-from atoll.peer.daemon.beside.starting import started_ahead
+from atoll.peer.daemon.beside.starting import loading, started_ahead
 from atoll.peer.daemon.options import LISTEN, RELAY_MBIT_S
 from atoll.peer.daemon.supervised import STDIN, stop_with_stdin
 
@@ -216,7 +216,9 @@ def run(args: argparse.Namespace) -> int:
 
 def _run(args: argparse.Namespace, invite: "Invite", *, is_rank: bool) -> int:
     from atoll.peer.daemon.options import PeerOptions
-    from atoll.peer.daemon.process import RunOptions, run_peer
+
+    with loading():
+        from atoll.peer.daemon.process import RunOptions, run_peer
     from atoll.peer.paths import peer_state_dir
     from atoll.peer.tracking import check as check_tracker
     from atoll.peer.tracking import tracked

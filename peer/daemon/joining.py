@@ -11,13 +11,11 @@ import threading
 from atoll.coordinator.run.notice import Report
 from atoll.coordinator.run.phases import OnPhase
 from atoll.coordinator.run.spec import RunSpec
-from atoll.peer.daemon.gossip_run import GossipRun
 from atoll.peer.daemon.log_run import LogRun
 from atoll.peer.daemon.loop_thread import LoopThread
 from atoll.peer.daemon.membership import FetchTokenizer, Membership
 from atoll.peer.daemon.options import PeerOptions
 from atoll.peer.daemon.peer import Admit, MakeFirst, Peer, StartRun
-from atoll.peer.daemon.pipeline_run import PipelineRun
 
 
 def open_peer(
@@ -64,6 +62,13 @@ async def _admit_all(membership: Membership, fetch: FetchTokenizer) -> None:
 
 
 def _kind_of(spec: RunSpec) -> StartRun:
+    """Load the kind of a run, which takes longer the more there are."""
     if spec.method().reduction == "pairs":
+        from atoll.peer.daemon.gossip_run import GossipRun
+
         return GossipRun.start
-    return PipelineRun.start if spec.topology.num_stages > 1 else LogRun.start
+    if spec.topology.num_stages > 1:
+        from atoll.peer.daemon.pipeline_run import PipelineRun
+
+        return PipelineRun.start
+    return LogRun.start

@@ -31,6 +31,7 @@ from atoll.coordinator.run.text import clean
 from atoll.dht.identity import verify
 from atoll.dht.roster import PeerRecord
 from atoll.dht.scoped import roster_of, transport_of
+from atoll.dht.tasks import together
 from atoll.optim.log.entry import (
     Certificate,
     Elector,
@@ -358,8 +359,7 @@ class LogRun:
             if joined is not None and joined.epoch:
                 await self.replica.adopt(joined.epoch)
             # Before there is a state: recovery asks peers that are connected already.
-            await self.publish()
-            await env.neighbours.connect(self.roster_peers)
+            await together(self.publish(), env.neighbours.connect(self.roster_peers))
             await self._catching_up.run()
             if self.replica.ready:
                 return

@@ -25,6 +25,8 @@ FORKS.set_forkserver_preload(
         "atoll.peer.cli.main",
         "atoll.peer.daemon.process",
         "atoll.peer.daemon.beside.network_side",
+        "atoll.peer.daemon.gossip_run",
+        "atoll.peer.daemon.pipeline_run",
         "support.beside",
         "atoll.coordinator.service.server",
         "support.ranks",

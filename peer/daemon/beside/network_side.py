@@ -1,7 +1,5 @@
 """The network process: joins a run for a trainer and takes part in it, until the trainer ends.
 
-    python -m atoll.peer.daemon.beside.network_side DESCRIPTOR
-
 The main thread does what the trainer asks, in order; it is the trainer's thread of the reducer. A
 second one reads the channel, so that a stop reaches a reducer that waits. A third one shows how far
 the peer is, returns memory, and notices the trainer's death where the end of the channel does not
@@ -22,7 +20,6 @@ import os
 import queue
 import signal
 import socket
-import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -30,7 +27,7 @@ from concurrent.futures import Future
 from contextlib import closing, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
@@ -52,7 +49,6 @@ from atoll.peer.daemon.loop_thread import LoopThread
 from atoll.peer.daemon.membership import FetchTokenizer, Membership
 from atoll.peer.daemon.options import LinkRates, PeerOptions, StageMove
 from atoll.peer.daemon.peer import Peer
-from atoll.peer.daemon.pipeline_run import PipelineRun
 from atoll.peer.daemon.reducer import NetworkReducer, RunReducer
 from atoll.peer.daemon.sent_tokenizer import keep_tokenizer
 from atoll.peer.daemon.state_directory import note_leaving
@@ -61,6 +57,9 @@ from atoll.peer.daemon.views import PeerView, RunFacts, TrainerView
 from atoll.peer.errors import SetupError
 from atoll.peer.paths import PeerPaths
 from atoll.peer.pipeline.placement import StageNeeds
+
+if TYPE_CHECKING:
+    from atoll.peer.daemon.pipeline_run import PipelineRun
 
 LOOK_S = 0.1  # so long does memory wait that is no longer used here
 JOB_S = 0.2  # how soon the thread that brings jobs notices the end
@@ -250,7 +249,7 @@ class NetworkSide:
         return PeerView(
             position=peer.position,
             course=peer.run.progress.ahead(),
-            is_complete=isinstance(peer.run, PipelineRun) and peer.run.is_complete,
+            is_complete=bool(peer.module) and self._staged.is_complete,
             moves=self._moves,
             failure=failure,
         )
@@ -383,8 +382,8 @@ class NetworkSide:
 
     @property
     def _staged(self) -> PipelineRun:
-        assert isinstance(self.peer.run, PipelineRun), "only the trainer of a stage asks for it"
-        return self.peer.run
+        assert self.peer.module, "only the trainer of a stage asks for it"
+        return cast("PipelineRun", self.peer.run)  # which a whole model's peer does not load
 
     def _open_stage(
         self, shape: Mapping[str, int], needs: Sequence[StageNeeds], device_bytes: int
@@ -456,7 +455,3 @@ def serve(connection: socket.socket) -> None:
     logging.getLogger().handlers = [_ToTrainer(channel)]
     NetworkSide(channel).run()
     gc.freeze()  # the interpreter's last search for garbage, in all of torch, takes a second
-
-
-if __name__ == "__main__":
-    serve(socket.socket(fileno=int(sys.argv[1])))

@@ -22,6 +22,7 @@ from atoll.peer.daemon.consent import Consent, RunTerms
 from atoll.peer.errors import SetupError
 from atoll.peer.training.opening import Opened
 
+AHEAD_S = 3.0  # from the owner's yes to the question for a state, on busy cores
 IMPORTS = ("torch._dynamo",)  # by the first optimizer that is made: seconds of work
 
 _log = logging.getLogger(__name__)
@@ -49,6 +50,7 @@ class OwnerSide:
         self._make_first = make_first
         self._open_run = open_run
         self._terms: RunTerms | None = None
+        self._is_asked = threading.Event()
         self._ahead: OpenedAhead | None = None
 
     def admit(self, spec: bytes, layout: str, module: str, is_keeper: bool) -> bool:
@@ -85,6 +87,10 @@ class OwnerSide:
             return None
         return state.layout.to_json(), state.params_N, state.memory_M
 
+    def note_recovery(self) -> None:
+        """Note, in any thread, that a state is under way; until then the other process has work."""
+        self._is_asked.set()
+
     def take_opened(self) -> Opened | None:
         """Return what was opened while the state came, once; None if the trainer has to open it.
 
@@ -99,26 +105,32 @@ class OwnerSide:
         if terms.is_keeper or self._ahead is not None:
             return
         open_run = self._open_run if terms.module == WHOLE else None
-        self._ahead = OpenedAhead(partial(open_run, terms.spec) if open_run is not None else None)
+        opening = partial(open_run, terms.spec) if open_run is not None else None
+        self._ahead = OpenedAhead(opening, self._is_asked)
 
 
 class OpenedAhead:
     """Imports and opens in a thread what a trainer needs, while the network process recovers.
 
+    It begins once the state is asked for: earlier it would take cores from the process that asks,
+    and afterwards the state takes its time.
+
     The model and its gradient take 8 bytes a parameter here, beside at most some 14 in the other
     process: less than a round takes.
     """
 
-    def __init__(self, open_run: Callable[[], Opened] | None) -> None:
-        """Begin; without `open_run` only modules are imported."""
+    def __init__(self, open_run: Callable[[], Opened] | None, is_asked: threading.Event) -> None:
+        """Begin when `is_asked` is set, or soon; without `open_run` only modules are imported."""
         self._open_run = open_run
+        self._is_asked = is_asked
         self._opened: Opened | None = None
         # A peer that is stopped meanwhile does not wait for it.
         self._thread = threading.Thread(target=self._work, name="atoll-ahead", daemon=True)
         self._thread.start()
 
     def join(self) -> None:
-        """Wait until it is done."""
+        """Begin at once, if it has not, and wait until it is done."""
+        self._is_asked.set()
         self._thread.join()
 
     def result(self) -> Opened | None:
@@ -127,6 +139,7 @@ class OpenedAhead:
         return self._opened
 
     def _work(self) -> None:
+        self._is_asked.wait(AHEAD_S)
         for module in IMPORTS:
             importlib.import_module(module)
         if self._open_run is None:

@@ -314,7 +314,13 @@ class NetworkProcess(NetworkLine):
         """
         use_for_vectors()
         ours, self._process = starting.take_ahead() or starting.started()
-        super().__init__(ours, on_event=on_event, on_phase=on_phase, stopping=stopping)
+
+        def show(phase: RoundPhase, position: int, *, left: int | None = None) -> None:
+            if owner is not None and phase is RoundPhase.RECOVER:
+                owner.note_recovery()
+            on_phase(phase, position, left=left)
+
+        super().__init__(ours, on_event=on_event, on_phase=show, stopping=stopping)
         told = {"timeout_s": timeout_s, "device": device, "asks": owner is not None}
         try:
             self._send("join", _told(options) | told)

@@ -194,7 +194,7 @@ def test_a_stages_jobs_and_their_results_cross(seat, monkeypatch):
     monkeypatch.setattr(PipelineRun, "is_complete", False)
     monkeypatch.setattr(PipelineRun, "expect_working", lambda run: None)
     monkeypatch.setattr(PipelineRun, "open_stage", lambda *arguments: reports.put(arguments[1:]))
-    seat.bench.thread.value.run = run
+    seat.bench.thread.value.run, seat.bench.thread.value.module = run, "stage-1"
     needs = (StageNeeds(cost=1.0, state_bytes=2, device_bytes=3),)
     shape = Shape(vocab_size=5, seq_len=4, width=3)
     seat.line.ask("open_stage", vars(shape), needs, 9)

@@ -69,6 +69,23 @@ def test_a_run_is_not_opened_before_its_tokenizer_has_come():
     assert opened == [SPEC]
 
 
+def test_nothing_is_opened_until_the_state_is_asked_for(monkeypatch):
+    """Until then the other process needs the cores."""
+    monkeypatch.setattr(owner_side, "AHEAD_S", 60.0)
+    opened = threading.Event()
+    side = admitted(lambda spec: opened.set())
+    assert not opened.wait(0.05)
+    side.note_recovery()
+    assert opened.wait(20)
+
+
+def test_a_run_is_opened_soon_though_nothing_is_asked_for(monkeypatch):
+    monkeypatch.setattr(owner_side, "AHEAD_S", 0.01)
+    opened = threading.Event()
+    admitted(lambda spec: opened.set())
+    assert opened.wait(20)
+
+
 def test_the_first_state_is_not_built_beside_the_model():
     """Both draw from torch's one random state, and the first state is compared by its bits."""
     order, hold = [], threading.Event()

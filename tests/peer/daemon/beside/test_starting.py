@@ -1,5 +1,6 @@
 """Network processes that are started before anybody needs them."""
 
+import gc
 import os
 
 import pytest
@@ -52,3 +53,10 @@ def test_it_ends_if_nobody_took_it(made):
     assert made[0].ended == ["killed", "waited for"]
     assert os.read(made[0].peer, 1) == b""
     assert starting.take_ahead() is None
+
+
+def test_no_garbage_is_looked_for_while_modules_load():
+    with pytest.raises(ImportError), starting.loading():
+        assert not gc.isenabled()
+        raise ImportError
+    assert gc.isenabled()

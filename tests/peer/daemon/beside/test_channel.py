@@ -11,6 +11,7 @@ from atoll.coordinator.rpc.client_errors import CoordinatorRefused
 from atoll.optim.ranks.residuals import Settlement
 from atoll.optim.reducer import Commit
 from atoll.optim.reduction.contribution import Offer
+from atoll.optim.state.vectors import joined_bytes
 from atoll.peer.daemon.beside import channel
 from atoll.peer.daemon.beside.channel import HEADER, Channel, ChannelClosed
 from atoll.peer.errors import DataError
@@ -44,6 +45,13 @@ def test_a_commit_arrives(ends):
 def test_an_encoded_contribution_arrives(ends):
     mine = Offer(weight=2.0, frames=(b"abc", b"", b"z"), squares=(0.1, 0.2, 0.3), after_N=None)
     assert passed(ends, mine) == mine
+
+
+def test_frames_are_copied_once(ends):
+    mine = Offer(weight=2.0, frames=(b"a" * 70_000, b"b" * 70_000), squares=(), after_N=None)
+    together = joined_bytes(passed(ends, mine).frames)
+    assert isinstance(together, memoryview), "they lie side by side where they were put"
+    assert together == b"".join(mine.frames)
 
 
 def test_a_sparse_settlement_arrives(ends):

@@ -16,7 +16,7 @@ from support.child_runs import PEER, start_child, until, write_spec
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
-TEXT = "No row is trained twice in a pass. " * 6000
+TEXT = "No row is trained twice in a pass. " * 3000
 ONCE = {"once": True, "same_text": True}
 
 

@@ -12,11 +12,11 @@ from atoll.optim.log.entry import Entry
 from atoll.optim.log.store import LOG_FILE
 from atoll.optim.log.units import finished, read_units
 from atoll.peer.lab.children import Child
-from support.child_runs import PEER, until, write_spec
+from support.child_runs import PEER, start_child, until, write_spec
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
-TEXT = "No row is trained twice in a pass. " * 6000
+TEXT = "No row is trained twice in a pass. " * 3000
 ONCE = {"once": True, "same_text": True}
 
 
@@ -47,8 +47,7 @@ async def hold(folder: Path) -> list[Entry]:
     children: list[Child] = []
 
     async def start(name: str, *arguments: object) -> Child:
-        log = folder / f"{name}.log"
-        children.append(await Child.start(name, log, list(map(str, arguments))))
+        children.append(await start_child(name, folder / f"{name}.log", arguments))
         return children[-1]
 
     async def join(name: str) -> Child:

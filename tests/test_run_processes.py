@@ -17,7 +17,7 @@ from atoll.peer.cli.main import main
 from atoll.peer.cli.run import patiently
 from atoll.peer.cli.watching import asking
 from atoll.peer.lab.children import Child
-from support.child_runs import DEADLINE_S, PEER, until, write_spec
+from support.child_runs import DEADLINE_S, PEER, start_child, until, write_spec
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
@@ -46,8 +46,7 @@ async def hold(folder: Path) -> list[Entry]:
     children: list[Child] = []
 
     async def start(name: str, *arguments: object) -> Child:
-        log = folder / f"{name}.log"
-        children.append(await Child.start(name, log, list(map(str, arguments))))
+        children.append(await start_child(name, folder / f"{name}.log", arguments))
         return children[-1]
 
     async def order(action: str, *arguments: object) -> list[dict]:

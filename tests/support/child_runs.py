@@ -1,6 +1,8 @@
 """Runs of real child processes: their spec, the options of their peers, and waiting for them."""
 
 import asyncio
+import os
+import subprocess
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -12,9 +14,41 @@ from atoll.coordinator.run.spec import RunSpec, template
 from atoll.coordinator.run.status import RunStatus
 from atoll.peer.cli.watching import asking
 from atoll.peer.lab.children import Child
+from support.forks import Forked
 
 DEADLINE_S = 120.0  # for processes that import torch: a few seconds each on an idle machine
 PEER = ("--listen", "/ip4/127.0.0.1/tcp/0", "--device", "cpu", "--yes", "--stop-with-stdin")
+
+
+class _Process:
+    """A forked process, used as one of asyncio's; it reads a pipe of this one."""
+
+    stdout = None
+
+    def __init__(self, log: Path, arguments: Sequence[str]) -> None:
+        stdin, self._held = os.pipe()
+        with log.open("ab") as errors:
+            self._forked = Forked(*arguments, stdin=stdin, stdout=subprocess.DEVNULL, stderr=errors)
+        os.close(stdin)
+        self.pid = self._forked.pid
+        self.send_signal = self._forked.send_signal
+
+    @property
+    def returncode(self) -> int | None:
+        return self._forked.returncode
+
+    async def wait(self) -> int:
+        while (code := self.returncode) is None:
+            await asyncio.sleep(0.02)
+        if self._held is not None:
+            os.close(self._held)
+            self._held = None
+        return code
+
+
+async def start_child(name: str, log: Path, arguments: Sequence[object]) -> Child:
+    """Start a child without an interpreter of its own, which takes 2 s of a processor or 4."""
+    return Child(name, log, _Process(log, list(map(str, arguments))), lambda line: None)
 
 
 async def until(condition: Callable[[], Any], *children: Child) -> Any:

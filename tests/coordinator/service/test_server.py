@@ -11,7 +11,6 @@ import signal
 import sqlite3
 import stat
 import subprocess
-import sys
 import urllib.request
 from collections.abc import Callable
 from pathlib import Path
@@ -39,6 +38,7 @@ from atoll.coordinator.service.server import (
 )
 from atoll.optim.log.replica import LiveReplica
 from atoll.optim.log.store import StoreCorrupt
+from support.forks import Forked
 
 
 def with_coordinator(spec: RunSpec, **changes: Any) -> RunSpec:
@@ -427,17 +427,16 @@ asyncio.run(serve(kit.SPEC, kit.genesis, Path(sys.argv[2]), stop=asyncio.Event()
 """
 
 
-def start(kit: Any, state_dir: Path) -> tuple[subprocess.Popen[bytes], Invite]:
-    command = [sys.executable, "-c", CHILD, str(kit.__file__), str(state_dir)]
-    child = subprocess.Popen(command, stdout=subprocess.PIPE, env={**os.environ})
-    assert child.stdout is not None
-    return child, Invite.decode(child.stdout.readline().decode())
+def start(kit: Any, state_dir: Path) -> tuple[Forked, Invite]:
+    program = state_dir.with_name("coordinator.py")
+    program.write_text(CHILD)
+    child = Forked(kit.__file__, state_dir, program=program, stdout=subprocess.PIPE)
+    return child, Invite.decode(child.stdout.readline())
 
 
-def kill(child: subprocess.Popen[bytes]) -> None:
+def kill(child: Forked) -> None:
     child.send_signal(signal.SIGKILL)
     child.wait(20)
-    assert child.stdout is not None
     child.stdout.close()
 
 

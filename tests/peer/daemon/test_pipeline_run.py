@@ -136,6 +136,7 @@ def test_a_peer_that_restarts_serves_its_stage_again(pipeline, start, tmp_path):
     assert {each.position for each in organiser.status().modules} == {6}
 
 
+@pytest.mark.exhaustive  # the one below fills a stage at the second try
 def test_a_stage_that_its_last_peer_leaves_is_filled_where_it_stood(pipeline, tmp_path):
     organiser, running = pipeline(peers=4, rounds=6)
     wait_for(lambda: organiser.status().position >= 1, running)
@@ -160,7 +161,7 @@ def test_a_stage_that_its_last_peer_leaves_is_filled_where_it_stood(pipeline, tm
     assert set[str]().union(*kept) == {"stage-1", "stage-2", "stage-3"}
 
 
-def test_a_peer_that_cannot_serve_where_it_moved_returns(pipeline, monkeypatch):
+def test_a_peer_that_cannot_serve_where_it_moved_returns(pipeline, monkeypatch, tmp_path):
     tried, honest = [], process.Trainer
 
     def does_not_fit(spec, reducer, options, **given):
@@ -178,6 +179,8 @@ def test_a_peer_that_cannot_serve_where_it_moved_returns(pipeline, monkeypatch):
     gone = running[int(last.name.removeprefix("peer-"))]
     gone.stop.set()
     gone.join()
+    log = organiser.up.coordinator.logs["stage-3"]
+    stood = log.head().position
     others = [peer for peer in running if peer is not gone]
     back = "cannot serve stage-3, so this peer returns to stage-1"
     wait_for(lambda: any(peer.said(back) for peer in others), others)
@@ -191,9 +194,19 @@ def test_a_peer_that_cannot_serve_where_it_moved_returns(pipeline, monkeypatch):
         ),
         others,
     )
+    # Not from its beginning: it stands on what the one before it had decided.
+    wait_for(lambda: log.head().position > stood, others)
+    assert log.replica.epoch > 0
+    movers = [peer for peer in others if peer.said("moves from stage-1 to stage-3")]
+    assert len(movers) == 2
+    assert any(mover.said("recovered from position 0") for mover in movers)
     for peer in others:
         peer.stop.set()
         peer.join()
+    # Nobody keeps a stage that it no longer serves.
+    kept = [stages_on_disk(tmp_path / f"peer-{running.index(peer)}") for peer in others]
+    assert all(len(stages) == 1 for stages in kept)
+    assert set[str]().union(*kept) == set(STAGES)
 
 
 @pytest.mark.exhaustive  # without processes: tests/peer/pipeline/test_hop.py

@@ -39,7 +39,7 @@ def peak_bytes(config, step, *, gradients):
 
 
 def step_for(name="mini", sequences=2, seq_len=128, vocab_size=256, **fields):
-    overrides = fields.pop("overrides", {})
+    overrides = {"num_layers": 2} | fields.pop("overrides", {})
     config = preset(name, overrides, vocab_size=vocab_size, seq_len=seq_len)
     with torch.device("meta"):
         shape = DecoderShape.of(Layout.of(Decoder(config)))

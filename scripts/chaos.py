@@ -143,6 +143,7 @@ def table(result: dict[str, Any]) -> str:
     """Return a result as a table."""
     faults = ", ".join(f"{kind} {number}" for kind, number in result["faults"].items())
     ratio = result["loss"] / result["calm_loss"]
+    growth = f"{result['grew']}: {result['growth']:+.1%}" if result["grew"] else "(too short)"
     rows = [
         ("peers, minutes, seed", f"{result['peers']}, {result['minutes']:g}, {result['seed']}"),
         ("faults", f"{sum(result['faults'].values())}: {faults}"),
@@ -153,7 +154,7 @@ def table(result: dict[str, Any]) -> str:
             f"held-out loss after {result['at_tokens']:,.0f} tokens, and without faults",
             f"{result['loss']:.4f}, {result['calm_loss']:.4f}: {ratio - 1:+.1%}",
         ),
-        ("memory that grew most", f"{result['grew']}: {result['growth']:+.1%}"),
+        ("memory that grew most", growth),
         ("different chains at one position", result["chains"]),
         ("peers that train at the end", result["in_the_end"]),
         ("processes and files left behind", len(result["left_behind"])),

@@ -36,12 +36,12 @@ def grown(sizes: list[int]) -> float | None:
 
 
 def test_memory_that_is_given_back_is_no_growth() -> None:
-    loading = [10] * 6
+    loading = [10] * 60
     assert grown(loading + [100] * 40) == 0.0
     assert grown(loading + [100, 100, 900, 100] * 10) == 0.0
     assert grown(loading + list(range(100, 140))) == pytest.approx(0.31, abs=0.01)
 
 
 def test_a_short_life_says_nothing_of_memory() -> None:
-    assert grown([100] * 20) is None
+    assert grown([100] * 80) is None
     assert grown([]) is None

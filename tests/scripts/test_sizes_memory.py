@@ -11,7 +11,9 @@ BYTES = 8 << 20
 
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/smaps_rollup"), reason="needs /proc")
-def test_pages_of_files_are_told_from_shared_memory(tmp_path):
+def test_pages_of_files_are_told_from_shared_memory(tmp_path, monkeypatch):
+    # The tests' folder may lie in memory.
+    monkeypatch.setattr(sizes_memory, "is_memory", lambda path: path.startswith("/memfd:"))
     memory = sizes_memory.Process()
     memory.sample(os.getpid())
     descriptor = os.memfd_create("test")

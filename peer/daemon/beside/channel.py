@@ -257,7 +257,7 @@ def _offer_fields(offer: Offer) -> list[Any]:
 def _offer(
     weight: float, joined: Tensor, lengths: Tensor, squares: Tensor, after_N: Tensor | None
 ) -> Offer:
-    values, frames, at = memoryview(joined.numpy()).toreadonly(), list[memoryview](), 0
+    values, frames, at = joined.numpy().data.toreadonly(), list[memoryview](), 0
     for length in lengths.tolist():
         frames.append(values[at : at + length])  # the memory is lent until the last one is gone
         at += length

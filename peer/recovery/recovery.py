@@ -497,15 +497,21 @@ class Recovery:
         joiner. The leaves still come from peers, so a wrong state needs a liar among them and a
         coordinator that computes as wrongly.
         """
-        fallback = self._fallback
-        if fallback is None or not self._replica.takes_signed:
+        if not self._replica.takes_signed:
             return []
         newest = sorted(offered)[-VOUCHED:]
-        with suppress(TimeoutError, *FETCH_ERRORS):
+        with suppress(TimeoutError):
             async with asyncio.timeout(SLOW_STALLS * self._stall_s):
-                found = await together(*(fallback.signed_root(p) for p in newest))
-                return [s for p, s in zip(newest, found, strict=True) if s and s.position == p]
+                found = await together(*map(self._signed_root, newest))
+                return [signed for signed in found if signed is not None]
         return []
+
+    async def _signed_root(self, position: int) -> SignedRoot | None:
+        """Return what the coordinator signs for a position, if it is there and answers."""
+        with suppress(*FETCH_ERRORS):
+            signed = await self._fallback.signed_root(position) if self._fallback else None
+            return signed if signed is not None and signed.position == position else None
+        return None
 
     async def _vouched(
         self, signed: Sequence[SignedRoot], claims: Sequence[Claim]
@@ -524,11 +530,9 @@ class Recovery:
         It is the last way: an update is nowhere any more, and no entry certifies a state after it.
         """
         last = next((d for d in donors if d.source is self._fallback), None)
-        if last is None or self._fallback is None or not last.head.snapshots:
+        if last is None or not last.head.snapshots or self._replica.standing.was_disproved:
             return None
-        if self._replica.standing.was_disproved:
-            return None
-        return await self._fallback.signed_root(max(last.head.snapshots))
+        return await self._signed_root(max(last.head.snapshots))
 
     async def _fill_gaps(self, donors: Sequence[Donor]) -> None:
         """Fetch the bodies before the snapshot that somebody still has, the newest first."""

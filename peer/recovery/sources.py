@@ -206,7 +206,7 @@ class CoordinatorSource:
         return None
 
     async def _has(self, position: int) -> bool:
-        with suppress(NotThere):
+        with suppress(CoordinatorError):
             return (await self._client.fetch_snapshot(position)).position == position
         return False
 

@@ -5,6 +5,7 @@ import functools
 
 import pytest
 
+from atoll.coordinator.rpc.client_errors import CoordinatorUnreachable
 from atoll.coordinator.run.keys import RunKeys
 from atoll.optim.log.replica import LiveReplica
 from atoll.peer.recovery.recovery import Recovery
@@ -71,8 +72,13 @@ class Joiner:
                 on_event=lambda level, notice: self.told.append(notice.code),
                 on_progress=lambda what, left: None,
             )
-        recovery = self.recovery(fallback=coordinator)
-        return asyncio.run(asyncio.wait_for(recovery.run(), 20.0))
+
+        async def main():
+            recovered = await asyncio.wait_for(self.recovery(fallback=coordinator).run(), 20.0)
+            await self.replica.saved()  # in this loop: it ends with the call
+            return recovered
+
+        return asyncio.run(main())
 
     def stands_right(self):
         state = self.log.whole.state
@@ -109,6 +115,14 @@ def test_a_coordinator_that_does_not_answer_costs_half_a_stall(joiner):
             await asyncio.Event().wait()
 
     assert joiner.recover([peer(joiner.log)], Silent(joiner.log, {})).snapshot_position == 6
+
+
+def test_a_coordinator_that_fails_vouches_for_nothing(joiner):
+    class Away(Coordinator):
+        async def signed_root(self, position):
+            raise CoordinatorUnreachable("it is down")
+
+    assert joiner.recover([peer(joiner.log)], Away(joiner.log, {})).snapshot_position == 6
 
 
 def test_a_donor_that_lies_about_a_vouched_state_is_passed_over(joiner):

@@ -71,7 +71,8 @@ class NetworkFork(_Process):
     """A network side of a peer of this process, in a process of its own."""
 
     def __init__(self, connection):
-        super().__init__(_serve, _Descriptor(connection.fileno()))
+        there = (os.getcwd(), dict(os.environ))
+        super().__init__(_serve, _Descriptor(connection.fileno()), *there)
 
 
 class Forked(_Process):
@@ -137,7 +138,8 @@ class _Descriptor:
         self.number = given.detach()
 
 
-def _serve(connection):
+def _serve(connection, folder, environment):
+    _move_to(folder, environment)
     from atoll.peer.daemon.beside import network_side
 
     network_side.serve(socket.socket(fileno=connection.number))
@@ -154,9 +156,7 @@ def _become(program, words, given, folder, environment):
     sys.stderr = sys.__stderr__ = open(
         2, "w", buffering=1, errors="backslashreplace", closefd=False
     )
-    os.chdir(folder)
-    os.environ.clear()
-    os.environ.update(environment)
+    _move_to(folder, environment)
     from atoll.peer.cli.main import main
     from support import beside
 
@@ -165,4 +165,14 @@ def _become(program, words, given, folder, environment):
     if program is None:
         sys.exit(main(words))
     sys.path.insert(0, os.path.dirname(program))
-    runpy.run_path(program, run_name="__main__")
+    try:
+        runpy.run_path(program, run_name="__main__")
+    except KeyboardInterrupt:  # as the interpreter ends
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGINT)
+
+
+def _move_to(folder, environment):
+    os.chdir(folder)
+    os.environ.clear()
+    os.environ.update(environment)

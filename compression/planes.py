@@ -12,7 +12,7 @@ import numpy as np
 import zstandard
 from numpy.typing import NDArray
 
-from atoll.compression.frames import decompress
+from atoll.compression.zstandard_frames import inflate
 
 Bytes = NDArray[np.uint8]
 
@@ -35,14 +35,12 @@ def unpack(packed: bytes | bytearray | memoryview, num_bytes: int) -> memoryview
     """Return the bytes that `pack` was given, whose number is known.
 
     Raises:
-        ValueError: the packed bytes do not hold so many.
+        CodecError: the packed bytes are no frame of so many.
     """
     view = memoryview(packed).cast("B")
     if len(view) == num_bytes:
         return view
-    planes = decompress(view, most_bytes=num_bytes)
-    if len(planes) != num_bytes:
-        raise ValueError(f"expected {num_bytes} bytes in a frame, got {len(planes)}")
+    planes = inflate(view, num_bytes)
     data = np.empty(num_bytes, np.uint8)
     turned, end = _parted(np.frombuffer(planes, np.uint8))
     values, rest = _parted(data)

@@ -89,15 +89,19 @@ class Zstd(Codec):
         flag, body = int(payload[0]), payload[1:].cpu().numpy().tobytes()
         size = self._inner_bytes(dims)
         if flag == 1:
-            body = _inflate(body, size)
+            body = inflate(body, size)
         if flag > 1 or len(body) != size:
             raise CodecError(f"expected flag 0 or 1 and {size} bytes, got {flag} and {len(body)}")
         inner = torch.frombuffer(bytearray(body), dtype=torch.uint8)
         self.codec._read(inner.to(out_N.device), dims, out_N)
 
 
-def _inflate(body: bytes, size: int) -> bytes:
-    """Inflate one zstd frame of `size` bytes; refuse others before memory is taken."""
+def inflate(body: bytes | memoryview, size: int) -> bytes:
+    """Inflate one zstd frame of `size` bytes.
+
+    Raises:
+        CodecError: it is no such frame, which is noticed before memory is taken.
+    """
     try:
         stated = zstandard.get_frame_parameters(body).content_size
         if stated != size:

@@ -20,11 +20,11 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from atoll.compression.frames import decompress
 from atoll.coordinator.rpc.channel import StatusClient, stub
 from atoll.coordinator.rpc.client import CoordinatorClient, Joined
 from atoll.coordinator.rpc.client_errors import CoordinatorError
 from atoll.coordinator.rpc.messages import CALL_TIMEOUT_S, pb
+from atoll.coordinator.run.frames import decompress
 from atoll.coordinator.run.invite import Invite
 from atoll.coordinator.run.status import MAX_RUN_BYTES, PeerStatus
 from atoll.dht.identity import Identity

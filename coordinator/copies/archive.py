@@ -19,8 +19,8 @@ from typing import Any
 
 import msgpack
 
-from atoll.compression.frames import compress, decompress
 from atoll.coordinator.copies.target import CopyDamaged
+from atoll.coordinator.run.frames import compress, decompress
 from atoll.optim.log.store import SnapshotFile, SnapshotInfo
 from atoll.optim.state.layout import Layout
 from atoll.optim.state.outer_state import DIGEST_BYTES

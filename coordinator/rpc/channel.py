@@ -18,7 +18,6 @@ from typing import Any, TypeVar
 
 import grpc
 
-from atoll.compression.frames import decompress
 from atoll.coordinator.rpc import service_pb2 as pb
 from atoll.coordinator.rpc.client_errors import (
     BadReply,
@@ -34,6 +33,7 @@ from atoll.coordinator.rpc.messages import (
     PROGRESS_TIMEOUT_S,
 )
 from atoll.coordinator.rpc.tls import pinned_channel
+from atoll.coordinator.run.frames import decompress
 from atoll.coordinator.run.invite import Invite
 from atoll.coordinator.run.relocation import RelocationInvalid, Whereabouts
 from atoll.coordinator.run.status import RunStatus

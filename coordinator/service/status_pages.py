@@ -15,8 +15,8 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from atoll.compression.frames import compress
 from atoll.coordinator.policies import LOOK_S, look_every_s
+from atoll.coordinator.run.frames import compress
 from atoll.coordinator.run.status import RunStatus
 
 MAKING_SHARE = 0.1  # of one core

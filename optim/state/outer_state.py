@@ -34,6 +34,7 @@ from blake3 import blake3
 from torch import Tensor
 
 from atoll.compression import planes
+from atoll.compression.base import CodecError
 from atoll.compression.threads import share
 from atoll.optim.state import halves, vectors
 from atoll.optim.state.layout import Layout
@@ -420,7 +421,7 @@ class Assembly:
         length = min(LEAF_BYTES, self._length - start)
         try:
             leaf = planes.unpack(data, length)
-        except ValueError as error:
+        except CodecError as error:
             raise LeafRefused(f"leaf {index}: {error}") from None
         if leaf_digest(leaf) != self._digests[index]:
             raise LeafRefused(f"expected leaf {index} to have its digest, got other bytes")

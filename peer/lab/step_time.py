@@ -80,8 +80,10 @@ def _timed_step(learner: Learner, batches: Sequence[Tensor]) -> tuple[float, flo
 
 
 def _muon_s(learner: Learner, spec: RunSpec, seconds: float) -> float:
-    # On the gradients of the last step. Muon's first step only creates its momentum.
-    muon = Learner(learner.model, spec.inner, learner.device, total_steps=0, optimizer="muon")
+    # On the gradients of the last step. Muon's first step only creates its momentum. Moments in 8
+    # bits are AdamW's alone.
+    inner = spec.inner.model_copy(update={"state": "fp32"})
+    muon = Learner(learner.model, inner, learner.device, total_steps=0, optimizer="muon")
     ends_s = time.perf_counter() + seconds
     times_s = [_seconds(learner.device, muon.optimizer.step)]
     while time.perf_counter() < ends_s:

@@ -12,13 +12,13 @@ from typing import Any
 import grpc
 import pytest
 
-from atoll.compression.frames import compress
 from atoll.coordinator.rpc.channel import StatusClient
 from atoll.coordinator.rpc.client_errors import (
     BadReply,
     CoordinatorUnreachable,
     WrongCertificate,
 )
+from atoll.coordinator.run.frames import compress
 from atoll.coordinator.run.invite import Invite
 from atoll.coordinator.run.keys import RunKeys
 

@@ -5,10 +5,10 @@ from dataclasses import replace
 
 import pytest
 
-from atoll.compression.frames import decompress
 from atoll.coordinator.admission_control import Refusal, RefusalStatus
 from atoll.coordinator.policies import LOOK_S, WATCH_BYTES_PER_S, look_every_s
 from atoll.coordinator.report.feed import pause_s
+from atoll.coordinator.run.frames import decompress
 from atoll.coordinator.run.status import MAX_LOOK_S, RunStatus
 from atoll.coordinator.service.status_pages import MAKING_SHARE, MAX_AGE_S, StatusPages
 from support.status import make_status

@@ -137,7 +137,7 @@ def test_index_outside_the_snapshot_is_refused(state, index):
 
 @pytest.mark.parametrize("length", [0, LEAF_BYTES - 1, LEAF_BYTES + 1])
 def test_leaf_of_another_length_is_refused(state, length):
-    with pytest.raises(LeafRefused, match="leaf 0: expected"):
+    with pytest.raises(LeafRefused, match="leaf 0: "):
         assembly(state).add(0, bytes(length))
 
 

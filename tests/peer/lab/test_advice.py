@@ -264,6 +264,14 @@ def test_plan_as_a_table(run_toml, capsys):
     assert [line for line in told[1:-2] if len(line) > 80] == []
 
 
+def test_a_run_with_moments_in_8_bits_is_timed(tmp_path, short_probe, capsys):
+    pytest.importorskip("torchao.optim")
+    path = tmp_path / "RUN.toml"
+    path.write_text("[inner]\nstate = '8bit'\n")
+    assert run("plan", str(path), "--peers", "4", "--mbit", "100") == 0
+    assert "ms (measured on this machine" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("method", ["diloco", "diloco(count=2)"])
 def test_plan_of_windows_that_grow(tmp_path, capsys, method):
     path = tmp_path / "RUN.toml"

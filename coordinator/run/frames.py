@@ -10,7 +10,7 @@ def compress(raw: bytes) -> bytes:
     return zstandard.ZstdCompressor().compress(raw)
 
 
-def decompress(frame: bytes | memoryview, *, most_bytes: int) -> bytes:
+def decompress(frame: bytes, *, most_bytes: int) -> bytes:
     """Return what a frame holds.
 
     Raises:

@@ -3,7 +3,7 @@
 import pytest
 import zstandard
 
-from atoll.compression.frames import compress, decompress
+from atoll.coordinator.run.frames import compress, decompress
 
 RAW = b"a status " * 1000
 

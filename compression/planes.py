@@ -1,9 +1,9 @@
 """Values of four bytes, packed without loss for the way: byte by byte, then zstd.
 
 The bytes of fp32 that hold sign and exponent repeat, and those of the fraction are noise. Apart,
-the first pack to a third and the others pass as they are: 15% less of a trained model's parameters
-and momentum, at the speed of a disk. ZipNN (arXiv 2411.05239) does the same with a Huffman code;
-zstd at its lowest level is one, and leaves noise alone.
+the first pack to two fifths and the others pass as they are: 16% less of a trained model's
+parameters and momentum (docs/benchmarks/recovery.md). ZipNN (arXiv 2411.05239) does the same with a
+Huffman code alone; zstd at its lowest level has one, and leaves noise as it is.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from atoll.compression.zstandard_frames import inflate
 Bytes = NDArray[np.uint8]
 
 WIDTH = 4  # bytes of a value; of bf16 two values, whose bytes part as well
-LEVEL = 1  # higher ones take three times as long for 0.1% less
+LEVEL = 1  # higher ones are slower, and find no more: docs/benchmarks/recovery.md
 
 
 def pack(data: bytes) -> bytes:

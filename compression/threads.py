@@ -1,4 +1,4 @@
-"""How many threads each piece of a round takes, and the threads that share one.
+"""The threads of each piece of a round: how many it takes, and those that share it.
 
     apply, residual    own ones, at most 4    many short calls over runs of values
     root               own ones, at most 4    BLAKE3 of leaves holds no lock
@@ -38,7 +38,7 @@ R = TypeVar("R")
 
 
 class _OfThread(threading.local):
-    """What one thread was told."""
+    """The settings of one thread."""
 
     usable = 0
     """threads that its pieces may take; 0 for as many as torch has"""

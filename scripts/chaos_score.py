@@ -7,7 +7,7 @@ from statistics import median
 Span = tuple[float, float]
 
 # In which a process still grows: it loads and recovers, and its heap spreads until what it frees
-# fits what it takes. Half an hour without faults shows 3% after the first 30 s, and 1% after this.
+# fits what it takes: docs/benchmarks/chaos.md.
 EARLY_S = 300.0
 LEAST_LIFE_S = 120.0  # after that, of a process whose memory says something
 FIFTH = 0.2

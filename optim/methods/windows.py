@@ -36,7 +36,7 @@ class LossMean:
     total: float = 0.0
     """The sum of all but the newest."""
     num: int = 0
-    """How many that are."""
+    """The number of losses in it."""
     newest: list[float | Tensor] = field(default_factory=list)
     """At most `MOST_NEWEST`."""
 

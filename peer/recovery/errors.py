@@ -1,4 +1,4 @@
-"""What a recovery raises.
+"""The exceptions of a recovery.
 
 RecoveryError (RuntimeError; atoll.optim.log.replica)
 +-- NoDonor     nobody who could be reached has what is missing; try again later

@@ -55,10 +55,12 @@ class Leaves:
         assembly = await self._assembly(position, root, holders)
         queue = _ranges(sorted(assembly.missing))
         while queue and holders:  # again without those that failed: others may be done already
+            asked = [source for source in holders for _ in range(REQUESTS_A_DONOR)]
             still_good = await together(
-                *(self._drain_all(source, position, assembly, queue, used) for source in holders)
+                *(self._drain(source, position, assembly, queue, used) for source in asked)
             )
-            holders = [h for h, is_good in zip(holders, still_good, strict=True) if is_good]
+            failed = [s for s, is_good in zip(asked, still_good, strict=True) if not is_good]
+            holders = [source for source in holders if source not in failed]
         if assembly.missing:
             raise NoDonor(f"{len(assembly.missing)} leaves of snapshot {position} are missing")
         try:
@@ -83,20 +85,6 @@ class Leaves:
                     allocate=self._replica.allocate,
                 )
         raise NoDonor(f"no peer has the digests of snapshot {position}")
-
-    async def _drain_all(
-        self,
-        source: Source,
-        position: int,
-        assembly: Assembly,
-        queue: list[list[int]],
-        used: set[str],
-    ) -> bool:
-        """Take ranges from one donor, some at once; False if the donor fails."""
-        drains = (
-            self._drain(source, position, assembly, queue, used) for _ in range(REQUESTS_A_DONOR)
-        )
-        return all(await together(*drains))
 
     async def _drain(
         self,

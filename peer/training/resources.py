@@ -102,12 +102,12 @@ class Resources:
     recovery_memory_on_gpu: int
     """The same of a peer whose models and inner state are on GPUs."""
     peer_state: int
-    """What `--outer-state disk` takes out of `peer_memory`: the common state and an update, which
-    lie in files instead."""
+    """The part of `peer_memory` that `--outer-state disk` moves to files: the common state and an
+    update."""
     step_state: int
-    """What it takes out of `step_memory`."""
+    """The same part of `step_memory`."""
     recovery_state: int
-    """What it takes at least out of `recovery_memory`, and of the same on a GPU."""
+    """The least such part of `recovery_memory`, with and without GPUs."""
     gpu_memory: int
     """Memory of a GPU in the same step."""
     gpu_memory_least: int

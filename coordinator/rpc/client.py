@@ -55,7 +55,6 @@ Asking = AbstractAsyncContextManager[Callable[[int], None]]
 """A time in which bytes were asked for; gives what is to be told of their arrival."""
 
 APPLY_B_S = 50e6  # lowest rate; the coordinator applies an entry before it acknowledges it
-MAX_BODY_BYTES = 1 << 36  # a caller that knows its run passes a smaller limit
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,8 +120,6 @@ class FetchedEntry:
     certificate: bytes
     chain: bytes
     body_bytes: int
-    body: bytes | None
-    """None if bodies were not requested."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -333,26 +330,12 @@ class CoordinatorClient(StatusClient):
         reply = await self._offer(header, view)
         return Published(accepted=reply.accepted, head=_head(reply.head))
 
-    async def fetch_entries(
-        self,
-        start: int,
-        count: int,
-        *,
-        bodies: bool = True,
-        max_body_bytes: int = MAX_BODY_BYTES,
-    ) -> AsyncIterator[FetchedEntry]:
+    async def fetch_entries(self, start: int, count: int) -> AsyncIterator[FetchedEntry]:
         """Yield the coordinator's entries from `start` on, in order; none if it has none."""
-        what = pb.EntryRange(start=start, count=count, bodies=bodies)
+        what = pb.EntryRange(start=start, count=count)
         request = pb.FetchRequest(auth=self._auth(), module=self.module, entries=what)
-        replies = self._stream_out("Fetch", request)
-        async for reply in replies:
+        async for reply in self._stream_out("Fetch", request):
             header = _expect(reply, "header")
-            if header.body_bytes > max_body_bytes:
-                raise BadReply(
-                    f"entry {header.position}: expected a body of at most {max_body_bytes} bytes, "
-                    f"got {header.body_bytes}"
-                )
-            body = await self._read_body(replies, header.body_bytes) if bodies else None
             yield FetchedEntry(
                 epoch=header.epoch,
                 position=header.position,
@@ -360,8 +343,22 @@ class CoordinatorClient(StatusClient):
                 certificate=header.certificate,
                 chain=header.chain,
                 body_bytes=header.body_bytes,
-                body=body,
             )
+
+    async def fetch_body(self, position: int, start: int, into: memoryview) -> None:
+        """Fetch bytes of an entry's body, from `start` on as many as `into` holds, unverified."""
+        what = pb.BodyRange(position=position, start=start, stop=start + len(into))
+        request = pb.FetchRequest(auth=self._auth(), module=self.module, body=what)
+        replies, at = self._stream_out("Fetch", request), 0
+        while at < len(into):
+            async with self.asking(min(CHUNK_BYTES, len(into) - at)) as came:
+                reply = await anext(replies, None)
+                chunk = b"" if reply is None else _expect(reply, "chunk")
+                if not 0 < len(chunk) <= len(into) - at:
+                    raise BadReply(f"expected {len(into)} bytes of a body, got {at + len(chunk)}")
+                into[at : at + len(chunk)] = chunk
+                at += len(chunk)
+                came(len(chunk))
 
     async def fetch_snapshot(self, position: int | None = None) -> FetchedSnapshot:
         """Return the digests of a snapshot, by default the newest; position 0 is the genesis."""
@@ -494,20 +491,6 @@ class CoordinatorClient(StatusClient):
                 stream.cancel()
 
         return await self._with_channel(call)
-
-    async def _read_body(self, replies: AsyncIterator[Any], size: int) -> bytes:
-        body = bytearray()
-        while len(body) < size:
-            async with self.asking(min(CHUNK_BYTES, size - len(body))) as came:
-                reply = await anext(replies, None)
-                if reply is None:
-                    raise BadReply(f"expected a body of {size} bytes, got {len(body)}")
-                chunk = _expect(reply, "chunk")
-                body += chunk
-                came(len(chunk))
-        if len(body) != size:
-            raise BadReply(f"expected a body of {size} bytes, got {len(body)}")
-        return bytes(body)
 
 
 async def _at_once(num_bytes: int) -> None:

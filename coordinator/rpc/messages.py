@@ -20,7 +20,7 @@ os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 
 from atoll.coordinator.rpc import service_pb2 as pb
 
-PROTOCOL: Final = 3  # raised with a change that the other side cannot read
+PROTOCOL: Final = 4  # raised with a change that the other side cannot read
 SERVICE: Final = "atoll.coordinator.v1.Coordinator"
 
 MAX_MESSAGE_BYTES: Final = 4 << 20  # to the coordinator; gRPC refuses more before parsing

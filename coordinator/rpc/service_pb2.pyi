@@ -203,34 +203,44 @@ class PublishReply(_message.Message):
     def __init__(self, accepted: _Optional[bool] = ..., head: _Optional[_Union[Head, _Mapping]] = ..., send_body: _Optional[bool] = ...) -> None: ...
 
 class FetchRequest(_message.Message):
-    __slots__ = ("auth", "entries", "snapshot", "leaves", "tokenizer", "module")
+    __slots__ = ("auth", "entries", "snapshot", "leaves", "tokenizer", "body", "module")
     AUTH_FIELD_NUMBER: _ClassVar[int]
     ENTRIES_FIELD_NUMBER: _ClassVar[int]
     SNAPSHOT_FIELD_NUMBER: _ClassVar[int]
     LEAVES_FIELD_NUMBER: _ClassVar[int]
     TOKENIZER_FIELD_NUMBER: _ClassVar[int]
+    BODY_FIELD_NUMBER: _ClassVar[int]
     MODULE_FIELD_NUMBER: _ClassVar[int]
     auth: Auth
     entries: EntryRange
     snapshot: SnapshotRequest
     leaves: LeafRange
     tokenizer: TokenizerRequest
+    body: BodyRange
     module: str
-    def __init__(self, auth: _Optional[_Union[Auth, _Mapping]] = ..., entries: _Optional[_Union[EntryRange, _Mapping]] = ..., snapshot: _Optional[_Union[SnapshotRequest, _Mapping]] = ..., leaves: _Optional[_Union[LeafRange, _Mapping]] = ..., tokenizer: _Optional[_Union[TokenizerRequest, _Mapping]] = ..., module: _Optional[str] = ...) -> None: ...
+    def __init__(self, auth: _Optional[_Union[Auth, _Mapping]] = ..., entries: _Optional[_Union[EntryRange, _Mapping]] = ..., snapshot: _Optional[_Union[SnapshotRequest, _Mapping]] = ..., leaves: _Optional[_Union[LeafRange, _Mapping]] = ..., tokenizer: _Optional[_Union[TokenizerRequest, _Mapping]] = ..., body: _Optional[_Union[BodyRange, _Mapping]] = ..., module: _Optional[str] = ...) -> None: ...
 
 class TokenizerRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
 class EntryRange(_message.Message):
-    __slots__ = ("start", "count", "bodies")
+    __slots__ = ("start", "count")
     START_FIELD_NUMBER: _ClassVar[int]
     COUNT_FIELD_NUMBER: _ClassVar[int]
-    BODIES_FIELD_NUMBER: _ClassVar[int]
     start: int
     count: int
-    bodies: bool
-    def __init__(self, start: _Optional[int] = ..., count: _Optional[int] = ..., bodies: _Optional[bool] = ...) -> None: ...
+    def __init__(self, start: _Optional[int] = ..., count: _Optional[int] = ...) -> None: ...
+
+class BodyRange(_message.Message):
+    __slots__ = ("position", "start", "stop")
+    POSITION_FIELD_NUMBER: _ClassVar[int]
+    START_FIELD_NUMBER: _ClassVar[int]
+    STOP_FIELD_NUMBER: _ClassVar[int]
+    position: int
+    start: int
+    stop: int
+    def __init__(self, position: _Optional[int] = ..., start: _Optional[int] = ..., stop: _Optional[int] = ...) -> None: ...
 
 class SnapshotRequest(_message.Message):
     __slots__ = ("latest", "position")

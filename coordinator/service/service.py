@@ -338,12 +338,14 @@ class Service:
         log = self._run.log_of(request.module)
         kinds: dict[str | None, Callable[[KeptLog, Any], AsyncIterator[pb.FetchReply]]] = {
             "entries": self._entries,
+            "body": self._body,
             "snapshot": self._snapshot,
             "leaves": self._leaves,
         }
         if what not in kinds:
             raise Refusal(
-                RefusalStatus.INVALID_ARGUMENT, "expected entries, snapshot, leaves or tokenizer"
+                RefusalStatus.INVALID_ARGUMENT,
+                "expected entries, body, snapshot, leaves or tokenizer",
             )
         async for reply in kinds[what](log, getattr(request, what or "")):
             yield reply
@@ -367,10 +369,12 @@ class Service:
                     body_bytes=record.body_bytes,
                 )
                 yield pb.FetchReply(header=header)
-                if request.bodies:
-                    async for chunk in _in_thread(checked_body(store, record.position)):
-                        yield pb.FetchReply(chunk=chunk)
             start = records[-1].position + 1
+
+    async def _body(self, log: KeptLog, request: pb.BodyRange) -> AsyncIterator[pb.FetchReply]:
+        chunks = checked_body(log.replica.store, request.position, request.start, request.stop)
+        async for chunk in _in_thread(chunks):
+            yield pb.FetchReply(chunk=chunk)
 
     async def _snapshot(
         self, log: KeptLog, request: pb.SnapshotRequest

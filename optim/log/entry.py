@@ -764,9 +764,19 @@ def split_body(entry: Entry, body: bytes | memoryview) -> list[memoryview]:
         raise MalformedRecord(
             f"body of entry {entry.position}: expected {entry.body_bytes} bytes, got {len(view)}"
         )
+    return split_parts(entry, range(len(entry.parts)), view)
+
+
+def split_parts(entry: Entry, indices: range, view: memoryview) -> list[memoryview]:
+    """Return consecutive parts of a body, whose bytes these are, each checked against its digest.
+
+    Raises:
+        MalformedRecord: a digest differs.
+    """
     parts: list[memoryview] = []
     start = 0
-    for index, part in enumerate(entry.parts):
+    for index in indices:
+        part = entry.parts[index]
         piece = view[start : start + part.wire_bytes]
         if sha256(piece) != part.digest:
             raise MalformedRecord(

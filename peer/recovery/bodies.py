@@ -1,44 +1,85 @@
-"""The bodies of missed entries, fetched ahead of their turn."""
+"""The bodies of missed entries, fetched ahead of their turn and from several donors at once."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from dataclasses import dataclass
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
-from atoll.dht.tasks import end
-from atoll.optim.log.entry import Entry
+from atoll.dht.tasks import end, together
+from atoll.dht.transport import PeerUnreachable
+from atoll.optim.log.entry import Entry, split_parts
+from atoll.optim.state import vectors
 from atoll.peer.recovery.sources import FETCH_ERRORS, Donor
 
 BODIES_AHEAD_BYTES = 64 << 20  # under way or waiting for its turn; a larger body comes alone
-BODIES_AHEAD = 6  # streams: what a link of 100 Mbit/s at 100 ms takes
+BODIES_AHEAD = 6
+STREAMS = 6  # at once: what a link of 100 Mbit/s at 100 ms takes
+PIECE_BYTES = 4 << 20  # of parts that are asked for together; a larger part comes alone
 
 OnFailure = Callable[[Entry, Donor, Exception], None]
+Compute = Callable[..., Awaitable[Any]]
+"""Runs blocking work elsewhere: (function, arguments) -> its result."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Body:
+    """A body, each part of which has the digest that its entry names."""
+
+    data: memoryview
+    givers: frozenset[str]
+    """names of the donors that gave some of it"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Piece:
+    """Consecutive parts of a body, which one donor is asked for."""
+
+    parts: range
+    """indices"""
+    start: int
+    """first byte in the body"""
+    stop: int
 
 
 class Bodies:
     """Fetches the bodies of consecutive entries, some ahead of their turn, from donors in turn.
 
     One stream of libp2p is slow on a long line: a young one takes 256 KiB a round trip, 5 MB/s at
-    50 ms. Several at once, from several peers, fill the link; entries are applied one at a time.
-    Nothing is verified here.
+    50 ms. Several at once, from several peers, fill the link, so a large body comes in pieces;
+    entries are applied one at a time. A body is cut between its parts, as each of them has a
+    digest: who gave a wrong one is known.
     """
 
     def __init__(
-        self, entries: Sequence[Entry], donors: Sequence[Donor], on_failure: OnFailure
+        self,
+        entries: Sequence[Entry],
+        donors: Sequence[Donor],
+        *,
+        compute: Compute,
+        on_failure: OnFailure,
     ) -> None:
         """Use as a context: what is still under way at its end is given up.
 
         Args:
             entries: consecutive ones, in the order in which `of` is asked for them.
             donors: those that may have them.
-            on_failure: called with a donor that did not give one.
+            compute: hashes what came.
+            on_failure: called with a donor that did not give what an entry names.
         """
         self._entries = entries
         self._donors = donors
+        self._compute = compute
         self._on_failure = on_failure
-        self._tasks: dict[int, asyncio.Task[bytes | bytearray]] = {}
+        self._tasks: dict[int, asyncio.Task[Body]] = {}
+        self._streams = asyncio.Semaphore(STREAMS)
+        self._asked = Counter[str]()
+        """pieces under way, by donor"""
+        self._failures = Counter[str]()
+        """entries of which a donor did not give some, by donor"""
 
     async def __aenter__(self) -> Self:
         """Begin without fetching anything."""
@@ -51,24 +92,25 @@ class Bodies:
         trace: TracebackType | None,
     ) -> None:
         """Give up what is under way."""
-        await end(*self._tasks.values(), expected=FETCH_ERRORS)
+        await end(*self._tasks.values())
 
     def begin(self) -> None:
         """Begin to fetch the first bodies before anybody asks for one."""
         if self._entries:
             self._fetch_from(self._entries[0].position)
 
-    async def of(self, entry: Entry) -> AsyncIterator[tuple[Donor, bytes | bytearray]]:
-        """Yield the body as one donor after the other gives it, until the caller is content."""
+    async def of(self, entry: Entry) -> Body:
+        """Return the body of an entry.
+
+        Raises:
+            PeerUnreachable: no donor has all of it.
+        """
         self._fetch_from(entry.position)
-        for donor in holders(entry, self._donors):
-            task = self._tasks.pop(entry.position, None) or _fetching(donor, entry)
-            try:
-                body = await task
-            except FETCH_ERRORS as error:
-                self._on_failure(entry, donor, error)
-                continue
-            yield donor, body
+        return await self._tasks.pop(entry.position)
+
+    def after(self, entry: Entry) -> int:
+        """Return how many entries come after one."""
+        return self._entries[-1].position - entry.position
 
     def _fetch_from(self, position: int) -> None:
         """Begin to fetch a body and those after it, as far as there is room."""
@@ -77,22 +119,70 @@ class Bodies:
             room -= entry.body_bytes
             if room < 0 and entry.position > position:
                 return
-            donors = holders(entry, self._donors)
-            if donors and entry.position not in self._tasks:
-                self._tasks[entry.position] = _fetching(donors[0], entry)
+            if entry.position not in self._tasks:
+                # `of` awaits it, or the end of the context cancels it.
+                self._tasks[entry.position] = asyncio.create_task(self._fetch(entry))
+
+    async def _fetch(self, entry: Entry) -> Body:
+        data, failed = vectors.buffer(entry.body_bytes), set[str]()
+        givers = await together(
+            *(
+                self._fetch_piece(entry, piece, data[piece.start : piece.stop], failed)
+                for piece in pieces(entry)
+            )
+        )
+        return Body(data=data, givers=frozenset(givers))
+
+    async def _fetch_piece(
+        self, entry: Entry, piece: Piece, into: memoryview, failed: set[str]
+    ) -> str:
+        """Ask one donor after the other until one gives the piece; return its name.
+
+        Args:
+            entry: the one whose body it is of.
+            piece: what is fetched.
+            into: the place for it.
+            failed: takes the donors that failed, which are asked for nothing more of this entry.
+        """
+        async with self._streams:
+            while (donor := self._next(entry, piece, failed)) is not None:
+                self._asked[donor.name] += 1
+                try:
+                    await donor.source.body(entry.position, piece.start, into)
+                    await self._compute(split_parts, entry, piece.parts, into)
+                    return donor.name
+                except FETCH_ERRORS as error:
+                    self._note_failure(entry, donor, error, failed)
+                finally:
+                    self._asked[donor.name] -= 1
+        raise PeerUnreachable(f"no peer has the body of entry {entry.position}")
+
+    def _next(self, entry: Entry, piece: Piece, failed: set[str]) -> Donor | None:
+        """Return the donor that failed least, and of these the one that is asked for least."""
+        left = [d for d in holders(entry, piece, self._donors) if d.name not in failed]
+        return min(left, key=lambda d: (self._failures[d.name], self._asked[d.name]), default=None)
+
+    def _note_failure(self, entry: Entry, donor: Donor, error: Exception, failed: set[str]) -> None:
+        if donor.name not in failed:  # once for an entry, however many of its pieces were asked for
+            failed.add(donor.name)
+            self._failures[donor.name] += 1
+            self._on_failure(entry, donor, error)
 
 
-def holders(entry: Entry, donors: Sequence[Donor]) -> list[Donor]:
-    """Return the donors beyond an entry, in another order for each, so that all give a share."""
-    start = entry.position % len(donors)
+def pieces(entry: Entry) -> Iterator[Piece]:
+    """Cut a body between its parts."""
+    first = start = stop = 0
+    for index, part in enumerate(entry.parts):
+        if stop > start and stop + part.wire_bytes - start > PIECE_BYTES:
+            yield Piece(parts=range(first, index), start=start, stop=stop)
+            first, start = index, stop
+        stop += part.wire_bytes
+    if stop > start:
+        yield Piece(parts=range(first, len(entry.parts)), start=start, stop=stop)
+
+
+def holders(entry: Entry, piece: Piece, donors: Sequence[Donor]) -> list[Donor]:
+    """Return the donors beyond an entry, in another order for each piece: all give a share."""
+    start = (entry.position + piece.parts.start) % len(donors) if donors else 0
     turn = [*donors[start:], *donors[:start]]
     return [donor for donor in turn if donor.head.position > entry.position]
-
-
-def _fetching(donor: Donor, entry: Entry) -> asyncio.Task[bytes | bytearray]:
-    async def fetch() -> bytes | bytearray:
-        if not entry.body_bytes:
-            return b""
-        return await donor.source.body(entry.position, entry.body_bytes)
-
-    return asyncio.create_task(fetch())  # `of` awaits it, or the end of the context cancels it

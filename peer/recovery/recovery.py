@@ -311,11 +311,15 @@ class Recovery:
             if replica.is_ledger:
                 raise
             return False
-        async with Bodies([c.entry for c in claims], sources, self._on_failure) as bodies:
+        async with self._bodies(claims, sources) as bodies:
             for claim in claims:
                 if not replica.is_disproved:  # by the entry before
                     await self._apply(claim, bodies, used)
         return bool(claims)
+
+    def _bodies(self, claims: Sequence[Claim], donors: Sequence[Donor]) -> Bodies:
+        entries, compute = [claim.entry for claim in claims], self._replica.compute
+        return Bodies(entries, donors, compute=compute, on_failure=self._on_failure)
 
     def _on_failure(self, entry: Entry, donor: Donor, error: Exception) -> None:
         failed = notices.entry_failed(entry=entry.position, donor=donor.name, reason=str(error))
@@ -395,17 +399,13 @@ class Recovery:
         # Beside a state that is kept until its snapshot is written, the next one would take as much
         # memory again. The bodies after it come meanwhile.
         await replica.saved()
-        async for donor, body in bodies.of(entry):
-            try:
-                if not await replica.accept_claim(claim, body, self._on_taken):
-                    return
-            except FETCH_ERRORS as error:
-                self._on_failure(entry, donor, error)
-                continue
-            used.add(donor.name)
-            self._on_progress("replay", donor.head.position - entry.position - 1)
-            return
-        raise NoDonor(f"no peer has the body of entry {entry.position}")
+        try:
+            body = await bodies.of(entry)
+            if await replica.accept_claim(claim, body.data, self._on_taken):
+                used |= body.givers
+                self._on_progress("replay", bodies.after(entry))
+        except FETCH_ERRORS as error:
+            raise NoDonor(f"entry {entry.position}: {error}") from error
 
     # a snapshot, then the log
 
@@ -478,7 +478,7 @@ class Recovery:
         position = fetched[0].position
         sources = [donor for donor in donors if donor.head.first_body <= position]
         after = [c for c in claims if sources and c.entry.position >= position]
-        async with Bodies([c.entry for c in after], sources, self._on_failure) as bodies:
+        async with self._bodies(after, sources) as bodies:
             bodies.begin()
             await self._replica.install(fetched.pop(), claims, self._on_taken, signed=signed)
             with suppress(NoDonor):
@@ -552,7 +552,8 @@ class Recovery:
             return False
         for donor in holders:
             with suppress(*FETCH_ERRORS):
-                body = await donor.source.body(position, record.body_bytes)
+                body = vectors.buffer(record.body_bytes)
+                await donor.source.body(position, 0, body)
                 await self._replica.add_body(position, body)
                 return True
         return False

@@ -51,8 +51,8 @@ class Source(Protocol):
         """Fetch entries with certificates from `start` on, perhaps fewer than asked for."""
         ...
 
-    async def body(self, position: int, body_bytes: int) -> bytes | bytearray:
-        """Fetch the body of an entry, of the right length."""
+    async def body(self, position: int, start: int, into: memoryview) -> None:
+        """Fetch bytes of an entry's body, from `start` on as many as `into` holds."""
         ...
 
     async def leaf_digests(self, position: int, count: int) -> list[bytes]:
@@ -149,9 +149,9 @@ class PeerSource:
         """Fetch entries with certificates."""
         return await fetch_headers(self._ctx, self._peer, start, stop)
 
-    async def body(self, position: int, body_bytes: int) -> bytes | bytearray:
-        """Fetch the body of an entry."""
-        return await fetch_body(self._ctx, self._peer, position, body_bytes)
+    async def body(self, position: int, start: int, into: memoryview) -> None:
+        """Fetch bytes of an entry's body."""
+        await fetch_body(self._ctx, self._peer, position, start, into)
 
     async def leaf_digests(self, position: int, count: int) -> list[bytes]:
         """Fetch the digests of a snapshot's leaves."""
@@ -213,14 +213,12 @@ class CoordinatorSource:
     async def headers(self, start: int, stop: int) -> list[Decided]:
         """Fetch entries with certificates."""
         count = min(stop - start, MAX_SPAN)
-        entries = self._client.fetch_entries(start, count, bodies=False)
+        entries = self._client.fetch_entries(start, count)
         return [Decided(entry=e.entry, certificate=e.certificate) async for e in entries]
 
-    async def body(self, position: int, body_bytes: int) -> bytes | bytearray:
-        """Fetch the body of an entry."""
-        async for fetched in self._client.fetch_entries(position, 1, max_body_bytes=body_bytes):
-            return fetched.body or b""
-        raise StateError(f"expected entry {position}, the coordinator does not have it")
+    async def body(self, position: int, start: int, into: memoryview) -> None:
+        """Fetch bytes of an entry's body."""
+        await self._client.fetch_body(position, start, into)
 
     async def leaf_digests(self, position: int, count: int) -> list[bytes]:
         """Fetch the digests of a snapshot's leaves."""

@@ -162,27 +162,28 @@ async def fetch_headers(ctx: Asking, peer: str, start: int, stop: int) -> list[D
     return headers
 
 
-async def fetch_body(ctx: Asking, peer: str, position: int, body_bytes: int) -> bytearray:
-    """Fetch the body of one entry, unverified but of the right length.
+async def fetch_body(ctx: Asking, peer: str, position: int, start: int, into: memoryview) -> None:
+    """Fetch bytes of an entry's body, from `start` on as many as `into` holds, unverified.
 
-    Over a link with a cap it is asked for piece by piece: as a whole it comes at once.
+    Over a link with a cap they are asked for a little at a time: else all of them come at once.
     """
     inflow = ctx.link.inflow
-    if not inflow.is_limited:
-        return await _fetch_piece(ctx, peer, position, 0, body_bytes)
-    body = bytearray()
+    step = LEAF_BYTES if inflow.is_limited else max(1, len(into))
     async with inflow.stream():
-        for start in range(0, body_bytes, LEAF_BYTES):
-            stop = min(start + LEAF_BYTES, body_bytes)
-            body += await _fetch_piece(ctx, peer, position, start, stop)
-    return body
+        for first in range(0, len(into), step):
+            await _fill(ctx, peer, position, start + first, into[first : first + step])
 
 
-async def _fetch_piece(ctx: Asking, peer: str, position: int, start: int, stop: int) -> bytearray:
-    request = BodyRequest(position=position, start=start, stop=stop)
-    async with ctx.link.inflow.asking(stop - start) as came:
+async def _fill(ctx: Asking, peer: str, position: int, start: int, into: memoryview) -> None:
+    request = BodyRequest(position=position, start=start, stop=start + len(into))
+    async with ctx.link.inflow.asking(len(into)) as came:
         async with await _open(ctx, peer, "body", request) as stream:
-            return await _exactly(ctx, stream, stop - start, came)
+            floor = _Floor(ctx, came)
+            while floor.came < len(into):
+                at, message = floor.came, await floor.message(stream)
+                if floor.came > len(into):
+                    raise MalformedRecord(f"expected {len(into)} bytes, got {floor.came}")
+                into[at : floor.came] = message
 
 
 async def fetch_leaf_digests(ctx: Asking, peer: str, position: int, count: int) -> list[bytes]:

@@ -1,8 +1,8 @@
 """Slots of bulk reads: a few for all peers together, and never all of them for one.
 
-A joiner reads six bodies at once, from one donor if there is only one, so a peer may have that many
-slots. It loses those beyond its share, between two messages, while a peer that has less than its
-share waits. Its streams continue where they stopped once there is a slot again.
+A joiner reads six streams at once, from one donor if there is only one, so a peer may have that
+many slots. It loses those beyond its share, between two messages, while a peer that has less than
+its share waits. Its streams continue where they stopped once there is a slot again.
 
 One slot is kept for peers that had none in the last minute: eight peers that read slowly, and
 within the floor of rates, would hold all of them for as long as they like. If such a peer finds

@@ -51,8 +51,8 @@ class StoreSource:
         records = self.store.headers(start, stop - start)
         return [Decided(entry=r.entry, certificate=r.certificate) for r in records]
 
-    async def body(self, position: int, body_bytes: int) -> bytes:
-        return self.store.body(position)
+    async def body(self, position: int, start: int, into: memoryview) -> None:
+        into[:] = self.store.body(position)[start : start + len(into)]
 
 
 def recovering(*sources: Source) -> Callable[..., Awaitable[Recovered | None]]:

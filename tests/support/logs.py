@@ -188,9 +188,9 @@ class LogSource:
     async def signed_root(self, position: int) -> SignedRoot | None:
         return None
 
-    async def body(self, position: int, body_bytes: int) -> bytes:
+    async def body(self, position: int, start: int, into: memoryview) -> None:
         assert position >= self.first_body
-        return self.log.entries[position][1]
+        into[:] = self.log.entries[position][1][start : start + len(into)]
 
     async def leaf_digests(self, position: int, count: int) -> list[bytes]:
         return list(self.log.states[position].leaves())

@@ -169,10 +169,8 @@ def test_the_body_of_a_large_model_is_told_and_taken_in_pieces(kit: Any, tmp_pat
                 body_bytes=size,
                 chain=entry.chain,
             )
-            (header,) = [f async for f in two.fetch_entries(0, 1, bodies=False)]
+            (header,) = [f async for f in two.fetch_entries(0, 1)]
             assert header.body_bytes == size
-            with pytest.raises(BadReply, match=f"a body of at most 1000 bytes, got {size}"):
-                [_ async for _ in two.fetch_entries(0, 1, max_body_bytes=1000)]
 
     async def pieces() -> AsyncIterator[pb.PublishRequest]:
         for _ in range(3):
@@ -183,6 +181,12 @@ def test_the_body_of_a_large_model_is_told_and_taken_in_pieces(kit: Any, tmp_pat
         kit.run(_receive(pieces(), size))
     header = pb.PublishHeader(body_bytes=size)
     assert pb.PublishHeader.FromString(header.SerializeToString()).body_bytes == size
+
+
+async def body_from(client: CoordinatorClient, position: int, start: int, size: int) -> bytes:
+    body = bytearray(size)
+    await client.fetch_body(position, start, memoryview(body))
+    return bytes(body)
 
 
 def test_entries_are_followed_and_served(kit: Any, tmp_path: Path) -> None:
@@ -201,9 +205,17 @@ def test_entries_are_followed_and_served(kit: Any, tmp_path: Path) -> None:
                 assert net.up.coordinator.log.head().position == position + 1
             assert net.up.coordinator.log.replica.state.root() == state.root()
             got = [fetched async for fetched in two.fetch_entries(1, 100)]
-            assert [(f.entry, f.body) for f in got] == [(e.encode(), b) for e, b in sent[1:]]
-            heads = [f async for f in two.fetch_entries(0, 2, bodies=False)]
-            assert [(f.position, f.body) for f in heads] == [(0, None), (1, None)]
+            assert [f.entry for f in got] == [entry.encode() for entry, _ in sent[1:]]
+            assert [f.position async for f in two.fetch_entries(0, 2)] == [0, 1]
+            for position, (_, body) in enumerate(sent):
+                assert await body_from(two, position, 0, len(body)) == body
+                assert await body_from(two, position, 3, len(body) - 4) == body[3:-1]
+            with pytest.raises(BadReply, match="expected 1001 bytes of a body"):
+                await body_from(two, 4, len(sent[4][1]) - 1000, 1001)
+            with pytest.raises(NotThere):
+                await body_from(two, 5, 0, 1)
+            with pytest.raises(NotThere):
+                await body_from(two, 2**62, 0, 1)
             status = await two.status()
             assert (status.position, status.tokens_total, status.loss) == (5, 1500, 2.5)
             assert [r.position for r in status.history] == [1, 2, 3, 4, 5]
@@ -238,7 +250,7 @@ def test_an_update_that_the_disk_has_spoiled_is_served_to_nobody(kit: Any, tmp_p
                 assert await net.publish(one, entry, body)
             flip(tmp_path / "run" / "log", "bodies", "data", "position = 1")
             with pytest.raises(NotThere, match="entry 1 was damaged"):
-                [fetched async for fetched in two.fetch_entries(1, 1)]
+                await body_from(two, 1, 0, len(body))
             assert [f.position async for f in two.fetch_entries(2, 1)] == [2]
             assert (await two.fetch_snapshot()).first_body == 2
 
@@ -611,14 +623,17 @@ def test_hostile_messages_harm_only_their_own_call(kit: Any, tmp_path: Path) -> 
             ):
                 with pytest.raises(Invalid):
                     await one._call("Heartbeat", request)
-            with pytest.raises(Invalid, match="entries, snapshot, leaves or tokenizer"):
+            with pytest.raises(Invalid, match="entries, body, snapshot, leaves or tokenizer"):
                 [_ async for _ in one._stream_out("Fetch", pb.FetchRequest(auth=auth))]
             huge = pb.LeafRange(position=0, start=2**32 - 1, count=2**32 - 1)
             request = pb.FetchRequest(auth=auth, leaves=huge)
             assert [_ async for _ in one._stream_out("Fetch", request)] == []
-            far = pb.EntryRange(start=2**63, count=2**32 - 1, bodies=True)
-            with pytest.raises(CoordinatorRefused):
-                [_ async for _ in one._stream_out("Fetch", pb.FetchRequest(auth=auth, entries=far))]
+            for far in (
+                pb.FetchRequest(auth=auth, entries=pb.EntryRange(start=2**63, count=2**32 - 1)),
+                pb.FetchRequest(auth=auth, body=pb.BodyRange(position=2**63, stop=2**64 - 1)),
+            ):
+                with pytest.raises(CoordinatorRefused):
+                    [_ async for _ in one._stream_out("Fetch", far)]
             assert (await one.status()).state == "training"
 
     kit.run(main())

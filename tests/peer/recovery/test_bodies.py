@@ -7,22 +7,39 @@ import pytest
 
 from atoll.dht.testing.memory import run_virtual
 from atoll.dht.transport import PeerUnreachable
-from atoll.optim.log.entry import Elector, Entry, Member, Part
+from atoll.optim.log.entry import Elector, Entry, Member, Part, sha256
 from atoll.peer.recovery import bodies
-from atoll.peer.recovery.bodies import BODIES_AHEAD, Bodies
+from atoll.peer.recovery.bodies import BODIES_AHEAD, PIECE_BYTES, STREAMS, Bodies, pieces
 from atoll.peer.recovery.sources import Donor
 from atoll.peer.rounds.messages import Head
 
 FETCH_S = 1.0
 
 
-def entry(position, num_bytes=100):
+def body_of(position, sizes):
+    """Other bytes for each part of each entry."""
+    return b"".join(bytes([(position + index) % 251]) * size for index, size in enumerate(sizes))
+
+
+def entry(position, *sizes):
+    """An entry whose parts have these sizes, by default one of a hundred bytes."""
+    sizes = sizes or (100,)
     member = Member(
         peer_id="a", incarnation="0", weight=1.0, clip=1.0, norm=1.0, tokens=1, steps=1, loss=None
     )
-    part = Part(
-        start_cell=0, stop_cell=1, owner=0, generation=0, wire_bytes=num_bytes, digest=bytes(32)
-    )
+    parts, body = [], body_of(position, sizes)
+    for index, size in enumerate(sizes):
+        start = sum(sizes[:index])
+        parts.append(
+            Part(
+                start_cell=index,
+                stop_cell=index + 1,
+                owner=0,
+                generation=0,
+                wire_bytes=size,
+                digest=sha256(body[start : start + size]),
+            )
+        )
     return Entry(
         run_id=bytes(32),
         epoch=0,
@@ -33,32 +50,38 @@ def entry(position, num_bytes=100):
         lr=1.0,
         momentum=0.0,
         members=(member,),
-        parts=(part,),
+        parts=tuple(parts),
         electorate=(Elector(peer_id="a", incarnation="0"),),
     )
 
 
 @dataclass(kw_only=True, eq=False)
 class SlowSource:
-    """Gives any body after a second, if it gives any."""
+    """Gives any bytes after a second, if it gives any."""
 
     name: str
     gives: bool = True
+    lies: bool = False
+    sizes: tuple[int, ...] = (100,)
+    took_s: float = FETCH_S
     under_way: list[int] = field(default_factory=list)
     asked: list[int] = field(default_factory=list)
     most: int = 0
 
-    async def body(self, position, body_bytes):
+    async def body(self, position, start, into):
         self.asked.append(position)
         self.under_way.append(position)
         self.most = max(self.most, len(self.under_way))
         try:
-            await asyncio.sleep(FETCH_S)
+            await asyncio.sleep(self.took_s)
         finally:
             self.under_way.remove(position)
         if not self.gives:
             raise PeerUnreachable("gone", peer=self.name)
-        return f"{self.name} {position}".encode()
+        if self.lies:
+            into[:] = bytes([255]) * len(into)
+        else:
+            into[:] = body_of(position, self.sizes)[start : start + len(into)]
 
 
 def donor(source, position=100):
@@ -77,15 +100,27 @@ def donor(source, position=100):
     return Donor(source=source, head=head)
 
 
+async def at_once(function, *arguments):
+    return function(*arguments)
+
+
+def bodies_of(entries, donors, failures):
+    return Bodies(
+        entries,
+        donors,
+        compute=at_once,
+        on_failure=lambda entry, donor, error: failures.append((donor.name, str(error))),
+    )
+
+
 async def take_all(entries, donors, failures):
-    """The first body of each entry, and the seconds that it took."""
+    """The body of each entry, and the seconds that it took."""
     loop = asyncio.get_running_loop()
     began_s, taken = loop.time(), []
-    async with Bodies(entries, donors, lambda e, d, why: failures.append(d.name)) as some:
+    async with bodies_of(entries, donors, failures) as some:
         for each in entries:
-            async for giver, body in some.of(each):
-                taken.append((giver.name, body))
-                break
+            taken.append(await some.of(each))
+            assert taken[-1].data == body_of(each.position, [p.wire_bytes for p in each.parts])
     return taken, loop.time() - began_s
 
 
@@ -94,8 +129,7 @@ def test_several_are_fetched_at_once_and_given_in_order():
         sources = [SlowSource(name="x"), SlowSource(name="y")]
         entries = [entry(p) for p in range(7, 19)]
         taken, took_s = await take_all(entries, [donor(s) for s in sources], [])
-        assert [body.split()[1] for _, body in taken] == [str(e.position).encode() for e in entries]
-        assert {name for name, _ in taken} == {"x", "y"}
+        assert {name for each in taken for name in each.givers} == {"x", "y"}
         assert max(s.most for s in sources) == BODIES_AHEAD / 2
         assert took_s == pytest.approx(FETCH_S * len(entries) / BODIES_AHEAD)
         assert sorted(p for s in sources for p in s.asked) == [e.position for e in entries]
@@ -103,21 +137,121 @@ def test_several_are_fetched_at_once_and_given_in_order():
     run_virtual(main())
 
 
+def test_a_large_body_comes_from_several_at_once():
+    sizes = (PIECE_BYTES, PIECE_BYTES // 2, PIECE_BYTES // 2, 3 * PIECE_BYTES, 1)
+
+    async def main(count):
+        sources = [SlowSource(name=str(index), sizes=sizes) for index in range(count)]
+        (taken,), took_s = await take_all([entry(3, *sizes)], [donor(s) for s in sources], [])
+        assert taken.givers == {s.name for s in sources}
+        return took_s, sorted(len(s.asked) for s in sources)
+
+    assert run_virtual(main(1)) == (FETCH_S, [4])
+    assert run_virtual(main(2)) == (FETCH_S, [2, 2])
+    assert run_virtual(main(4)) == (FETCH_S, [1, 1, 1, 1])
+
+
+def test_no_more_streams_at_once_than_a_link_takes():
+    async def main():
+        sizes = (PIECE_BYTES,) * (2 * STREAMS)
+        source = SlowSource(name="x", sizes=sizes)
+        _, took_s = await take_all([entry(0, *sizes)], [donor(source)], [])
+        assert (source.most, took_s) == (STREAMS, 2 * FETCH_S)
+
+    run_virtual(main())
+
+
+def test_a_fast_donor_gives_more():
+    async def main():
+        sizes = (PIECE_BYTES,) * (4 * STREAMS)
+        fast = SlowSource(name="fast", sizes=sizes)
+        slow = SlowSource(name="slow", sizes=sizes, took_s=4 * FETCH_S)
+        await take_all([entry(0, *sizes)], [donor(slow), donor(fast)], [])
+        assert len(fast.asked) > 2 * len(slow.asked)
+
+    run_virtual(main())
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        (),
+        (0, 0),
+        (5,),
+        (PIECE_BYTES + 1,),
+        (1, PIECE_BYTES, 0, PIECE_BYTES - 1, 1, 1),
+        (0, 3 * PIECE_BYTES, 0, 0, 2, 0),
+        (1000,) * 5000,
+    ],
+)
+def test_pieces_are_all_bytes_of_a_body_in_order(sizes):
+    found = list(pieces(entry(0, *sizes) if sizes else entry(0, 0)))
+    covered = [index for piece in found for index in piece.parts]
+    assert covered == [*range(len(covered))] and sum(sizes[len(covered) :]) == 0
+    ends = [piece.stop for piece in found]
+    assert [piece.start for piece in found] == [0, *ends[:-1]][: len(ends)]
+    assert (ends or [0])[-1] == sum(sizes)
+    for piece in found:
+        size = sum(sizes[index] for index in piece.parts)
+        assert piece.stop - piece.start == size > 0
+        assert size <= PIECE_BYTES or max(sizes[index] for index in piece.parts) > PIECE_BYTES
+
+
 def test_a_donor_that_fails_is_told_and_another_one_gives():
     async def main():
         failures = []
         donors = [donor(SlowSource(name="x", gives=False)), donor(SlowSource(name="y"))]
         taken, _ = await take_all([entry(p) for p in range(4)], donors, failures)
-        assert {name for name, _ in taken} == {"y"}
-        assert failures == ["x", "x"]
+        assert {name for each in taken for name in each.givers} == {"y"}
+        assert failures == [("x", "gone")] * 2
 
     run_virtual(main())
 
 
-def test_a_body_that_nobody_gives_gives_nothing():
+def test_a_donor_that_failed_is_asked_last_afterwards():
     async def main():
-        taken, _ = await take_all([entry(0)], [donor(SlowSource(name="x", gives=False))], [])
-        assert taken == []
+        broken, failures = SlowSource(name="x", gives=False), []
+        donors = [donor(broken), donor(SlowSource(name="y"))]
+        await take_all([entry(p) for p in range(4 * BODIES_AHEAD)], donors, failures)
+        assert len(broken.asked) == len(failures) == BODIES_AHEAD / 2
+
+    run_virtual(main())
+
+
+def test_who_gave_a_wrong_part_is_known_and_no_other():
+    sizes = (PIECE_BYTES,) * 6
+
+    async def main():
+        failures = []
+        honest = [SlowSource(name=name, sizes=sizes) for name in "ab"]
+        liar = SlowSource(name="liar", lies=True, sizes=sizes)
+        donors = [donor(source) for source in (*honest, liar)]
+        (taken,), _ = await take_all([entry(0, *sizes)], donors, failures)
+        assert taken.givers == {"a", "b"}
+        assert len(liar.asked) == 2
+        assert [name for name, _ in failures] == ["liar"]
+        assert "has another digest" in failures[0][1]
+
+    run_virtual(main())
+
+
+def test_a_body_that_nobody_gives():
+    async def main():
+        sizes, failures = (PIECE_BYTES,) * 3, []
+        donors = [donor(SlowSource(name="x", gives=False)), donor(SlowSource(name="y", lies=True))]
+        with pytest.raises(PeerUnreachable, match="no peer has the body of entry 0"):
+            await take_all([entry(0, *sizes)], donors, failures)
+        assert {name for name, _ in failures} == {"x", "y"} and len(failures) == 2
+        with pytest.raises(PeerUnreachable):
+            await take_all([entry(0)], [], [])
+
+    run_virtual(main())
+
+
+def test_nobody_is_asked_for_an_empty_body():
+    async def main():
+        (taken,), took_s = await take_all([entry(0, 0)], [], [])
+        assert taken.data == b"" and not taken.givers and took_s == 0.0
 
     run_virtual(main())
 
@@ -137,7 +271,7 @@ def test_large_bodies_are_fetched_one_at_a_time(monkeypatch):
     monkeypatch.setattr(bodies, "BODIES_AHEAD_BYTES", 250)
 
     async def main(num_bytes):
-        source = SlowSource(name="x")
+        source = SlowSource(name="x", sizes=(num_bytes,))
         await take_all([entry(p, num_bytes) for p in range(6)], [donor(source)], [])
         return source.most
 
@@ -150,10 +284,10 @@ def test_what_is_under_way_is_given_up_with_the_rest():
         source = SlowSource(name="x")
         entries = [entry(p) for p in range(20)]
         with pytest.raises(RuntimeError, match="enough"):
-            async with Bodies(entries, [donor(source)], lambda *_: None) as some:
-                async for _ in some.of(entries[0]):
-                    raise RuntimeError("enough")
+            async with bodies_of(entries, [donor(source)], []) as some:
+                await some.of(entries[0])
+                raise RuntimeError("enough")
         assert source.under_way == []
-        assert len(source.asked) <= BODIES_AHEAD
+        assert len(source.asked) <= 2 * BODIES_AHEAD
 
     run_virtual(main())

@@ -103,8 +103,8 @@ class Forges(LogSource):
 class SendsOtherBodies(LogSource):
     """Sends bodies of the right length."""
 
-    async def body(self, position: int, body_bytes: int) -> bytes:
-        return bytes(body_bytes)
+    async def body(self, position: int, start: int, into: memoryview) -> None:
+        into[:] = bytes(len(into))
 
 
 def test_leaves_of_a_failed_donor_are_asked_of_others(log: Log) -> None:
@@ -158,9 +158,9 @@ def test_bodies_come_while_the_state_before_them_is_put_in_place(
     asked, install = threading.Event(), log.late.install
 
     class TellsOfBodies(LogSource):
-        async def body(self, position: int, body_bytes: int) -> bytes:
+        async def body(self, position: int, start: int, into: memoryview) -> None:
             asked.set()
-            return await super().body(position, body_bytes)
+            await super().body(position, start, into)
 
     def waiting(*given: Any) -> Any:
         assert asked.wait(10.0)
@@ -197,7 +197,7 @@ def test_a_state_that_came_is_let_go_with_the_first_entry_after_it(
 
 def test_a_body_that_nobody_gives_leaves_the_state_that_came(log: Log) -> None:
     class GivesNoBody(LogSource):
-        async def body(self, position: int, body_bytes: int) -> bytes:
+        async def body(self, position: int, start: int, into: memoryview) -> None:
             raise PeerUnreachable("it is gone")
 
     with pytest.raises(NoDonor):

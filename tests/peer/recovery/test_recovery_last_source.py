@@ -38,8 +38,8 @@ class Follower:
     async def signed_root(self, position):
         return None
 
-    async def body(self, position, body_bytes):
-        return self.peer.replica.store.body(position)
+    async def body(self, position, start, into):
+        into[:] = self.peer.replica.store.body(position)[start : start + len(into)]
 
     async def leaf_digests(self, position, count):
         return self.peer.replica.snapshots[position].leaves()

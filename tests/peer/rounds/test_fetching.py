@@ -8,6 +8,7 @@ import pytest
 from atoll.dht.testing.memory import run_virtual
 from atoll.dht.transport import PeerUnreachable, Refused
 from atoll.optim.log.entry import MalformedRecord, sha256
+from atoll.optim.state import vectors
 from atoll.optim.state.outer_state import LEAF_BYTES
 from atoll.peer.rounds import fetching
 from atoll.peer.rounds.bulk import BITS
@@ -16,6 +17,12 @@ from atoll.peer.rounds.messages import LeafRequest, Span, deflated, inflated
 from atoll.peer.rounds.pacing import DECLARED_SHARE, SPARE_SHARE, Link
 from support.strikes import passed
 from support.swarm import run_swarm
+
+
+async def body_from(ctx, peer, position, num_bytes):
+    body = bytearray(num_bytes)
+    await fetch_body(ctx, peer, position, 0, memoryview(body))
+    return body
 
 
 def test_a_part_of_other_bytes_is_taken_from_nobody(tmp_path):
@@ -58,12 +65,12 @@ def test_a_body_that_the_disk_has_spoiled_is_refused_and_told(tmp_path):
         donor, asking = peers[:2]
         await donor.replica.saved()
         name, body = donor.identity.peer_id, donor.replica.store.body(2)
-        assert await fetch_body(asking.ctx, name, 2, len(body)) == body
+        assert await body_from(asking.ctx, name, 2, len(body)) == body
         rotten = bytes([body[0] ^ 1]) + body[1:]
         donor.replica.store.drop_bodies([2])
         donor.replica.store.add_body(2, rotten)
         with pytest.raises(Refused, match="not-here"):
-            await fetch_body(asking.ctx, name, 2, len(body))
+            await body_from(asking.ctx, name, 2, len(body))
         assert any("entry 2 was damaged" in text for text in donor.events)
         assert donor.replica.store.first_with_bodies() == 3  # nobody is sent here for it again
 
@@ -152,13 +159,24 @@ def test_over_a_link_with_a_cap_a_body_is_asked_for_piece_by_piece(tmp_path, mon
             return await send(ctx, peer, method, request)
 
         monkeypatch.setattr(fetching, "_open", note)
-        assert await fetch_body(asking.ctx, name, 2, len(body)) == body
+        assert await body_from(asking.ctx, name, 2, len(body)) == body
         asking.ctx.link.cap(10.0)
-        assert await fetch_body(asking.ctx, name, 2, len(body)) == body
+        assert await body_from(asking.ctx, name, 2, len(body)) == body
         third = len(body) // 3
         assert asked[:3] == [(0, len(body)), (0, third), (third, 2 * third)]
 
     run_swarm(tmp_path, scenario)
+
+
+def test_a_donor_that_sends_more_of_a_body_than_was_asked_for():
+    async def main():
+        settings = SimpleNamespace(stall_s=2.0)
+        ctx = SimpleNamespace(link=Link(), transport=Donor(), settings=settings)
+        into = vectors.buffer(LEAF_BYTES + 1)
+        with pytest.raises(MalformedRecord, match=f"expected {LEAF_BYTES + 1} bytes"):
+            await fetch_body(ctx, "donor", 7, 0, into)
+
+    run_virtual(main())
 
 
 def test_a_deflated_record_is_read_up_to_its_limit():

@@ -116,8 +116,8 @@ class Office:
         records = self.log.headers(start, stop - start)
         return [Decided(entry=r.entry, certificate=r.certificate) for r in records]
 
-    async def body(self, position, body_bytes):
-        return self.log.body(position)
+    async def body(self, position, start, into):
+        into[:] = self.log.body(position)[start : start + len(into)]
 
     def close(self):
         for peer in self.left:

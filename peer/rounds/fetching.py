@@ -268,10 +268,10 @@ class _Floor:
 class _Outflow:
     """Sends to one reader, for as long as it takes bytes at a rate that is worth a slot."""
 
-    def __init__(self, ctx: Asking, stream: Stream, turn: Turn) -> None:
+    def __init__(self, ctx: Asking, stream: Stream, turn: Turn, *, is_of_round: bool) -> None:
         self._now = asyncio.get_running_loop().time
         self._patience_s = _patience_s(ctx)
-        self._outflow = ctx.link.outflow
+        self._take = ctx.link.outflow.take if is_of_round else ctx.link.spare
         self._stream = stream
         self._turn = turn
         self._took_s = 0.0
@@ -279,16 +279,16 @@ class _Outflow:
         """bytes"""
 
     async def send(self, data: bytes | memoryview) -> None:
-        """Send a message once it is this reader's turn.
+        """Send a message once it is this reader's turn, and no round needs the link.
 
         The floor is that of readers, `FLOOR_BYTES_S`. Only the time that the reader takes counts,
-        and not the waits for a slot or for the disk.
+        and not the waits for a slot, a round or the disk.
 
         Raises:
             DeadlineExceeded: the reader is too slow, or takes nothing.
         """
         await self._turn.cede()
-        await self._outflow.take(len(data))
+        await self._take(len(data))
         left_s = self._patience_s + self.sent / FLOOR_BYTES_S - self._took_s
         if left_s <= 0:
             raise DeadlineExceeded(
@@ -350,9 +350,11 @@ class Archive:
             transport.serve_stream(method, guarded)
 
     @asynccontextmanager
-    async def _outflow(self, remote: str, stream: Stream) -> AsyncIterator[_Outflow]:
+    async def _outflow(
+        self, remote: str, stream: Stream, *, is_of_round: bool = False
+    ) -> AsyncIterator[_Outflow]:
         async with self.slots.turn(remote) as turn:
-            yield _Outflow(self._ctx, stream, turn)
+            yield _Outflow(self._ctx, stream, turn, is_of_round=is_of_round)
 
     async def _request(self, stream: Stream, kind: type[R]) -> R:
         message = await stream.recv(timeout_s=self._ctx.settings.stall_s)
@@ -368,7 +370,7 @@ class Archive:
         body, stored = self._ctx.parts.body(request.digest), self._ctx.parts.stored(request.digest)
         if body is None and stored is None:
             raise refuse_missing(what)
-        async with self._outflow(remote, stream) as out:
+        async with self._outflow(remote, stream, is_of_round=True) as out:
             if body is not None:
                 await out.send_pieces(body)
             elif stored is not None:

@@ -5,18 +5,21 @@ and votes wait behind cells. So bulk messages of a round leave one after the oth
 rate: those of the older position first, own codes before reduced cells (results can only be
 complete once codes have come), and then receivers in turn, each peer beginning with its successor.
 
-The rate is what the owner declared, else what transfers showed: how fast others acknowledged bytes
-in the later part of the longest time in which more waited to leave, the median of some rounds. Now
-and then a round searches for more than that (the idea of BBR, ACM Queue 14(5), 2016, with a round
-for its round trips). A peer that knows nothing yet is not paced; the first round then measures.
-Nor is one whose rounds are too short for a reading: nothing would find a pace that is too low.
-Codes that leave up front and the rest of their round are one reading, with a pause.
-An owner may cap the link (`Link.cap`). Then no pace exceeds a part of the cap, and the rest is for
-other bulk (`Throttle`): what joiners read here, and entries for the coordinator. A part of its own
-lets neither starve the other. What is asked of others (`Inflow`) has what rounds leave of the cap
-on the way in.
-Nor may more than `QUEUE_S` of it queue beyond what is under way for a round trip, however wrong
-the rate. Round trips are those of questions that peers answer at once, the least of each peer.
+The rate is what the owner declared, else what transfers showed (`rates.py`): how fast others
+acknowledged bytes in the later part of the longest time in which more waited to leave, the median
+of some rounds. Now and then a round searches for more than that (the idea of BBR, ACM Queue 14(5),
+2016, with a round for its round trips). A peer that knows nothing yet is not paced; the first round
+then measures. Nor is one whose rounds are too short for a reading: nothing would find a pace that
+is too low. Codes that leave up front and the rest of their round are one reading, with a pause.
+
+What joiners read here yields to rounds (`Link.spare`). An owner may cap the link (`Link.cap`). Then
+no pace exceeds a part of the cap, and the rest is for other bulk (`Throttle`): what joiners read,
+and entries for the coordinator. A part of its own lets neither starve the other. What is asked of
+others (`Inflow`) has what rounds leave of the cap on the way in.
+
+No more than `QUEUE_S` of a round's bytes may queue beyond what is under way for a round trip,
+however wrong the rate. Round trips are those of questions that peers answer at once, the least of
+each peer.
 If next to nothing is confirmed for as long as a queue and a round trip last, the rest is lost.
 """
 
@@ -25,29 +28,29 @@ from __future__ import annotations
 import asyncio
 import heapq
 import math
-import statistics
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
-from itertools import count, groupby, pairwise
+from dataclasses import dataclass, field
+from itertools import count
 
 from atoll.dht.tasks import Tasks
 from atoll.dht.transport import Transport
 from atoll.peer.rounds.bulk import BITS, Inflow, Throttle
+from atoll.peer.rounds.rates import (
+    FlowEstimate,
+    RateEstimate,
+    Sample,
+    peak_mbit_s,
+    saturated_mbit_s,
+    span_s,
+    was_held,
+)
 from atoll.peer.rounds.slots import MAX_SLOTS
 
 UNKNOWN_MBIT_S = 100.0  # what a link is taken for of which nothing is known
-GAIN = 1.02  # over what was measured: an estimate that is too low corrects itself
-SEARCH_GAIN = 1.25  # well above the scatter of readings, about 8% for rounds of a second
-SEARCH_EVERY = 15  # rounds: a search on a link that is no faster fills its queue
-FOUND_SHARE = 0.95  # of what a search offered; a link that is no faster gives 0.8 of it
-SLOWER_SHARE = 0.75  # of the estimate, twice in a row: the link became slower, not the machine busy
 DECLARED_SHARE = 0.94  # of a declared rate: headers and encryption at packets of 1500 bytes
 BURST_S = 0.03  # what a busy machine may catch up; at 100% of the link such a queue never drains
 SAMPLE_S = 0.1  # between readings of what the link carried
-WINDOW_S = 0.3  # a shorter rate says more about buffers than about the link
-READ_BYTES = 1 << 19  # fewer messages say more about where a reading cuts them than about the link
-KEPT_ROUNDS = 8  # of which the median counts: confirmations queue behind what the others send
 QUEUE_S = 0.25  # of bytes at most that wait on the way: signs of life travel behind them
 ROUND_TRIP_S = 0.05  # what one is taken for before a peer has answered
 MAX_ROUND_TRIP_S = 1.0  # longer ones say more of a busy machine than of a link
@@ -59,19 +62,6 @@ MIN_IN_FLIGHT_BYTES = 1 << 18
 # Passes of a pipeline flow without an end, so their rate is read all the time. Less of them may be
 # on the way: a pass is a chain of hops, and each hop waits for the queue of its link.
 FLOW_QUEUE_S, MIN_FLOW_IN_FLIGHT_BYTES = 0.15, 3 << 16
-FLOW_S = 4.0  # of a reading: long enough that bursts of confirmations make a few percent
-FLOW_SHARE = 0.95  # of what was found: full queues drop packets, and each connection slows down
-# Of so many readings the second highest counts. Where receivers' links hold passes up, readings lie
-# below what the uplink carries, a third of it at times, and a pace that follows them is what then
-# holds the passes up. Not the highest: a busy machine takes confirmations in bursts.
-KEPT_READINGS, LEAST_READINGS = 8, 2
-BUSY_SHARE = 0.9  # of a reading's samples: less shows what there was to send
-# One reading in so many probes for more, since a pace shows no more than itself: its queue grows by
-# a quarter of a second at most.
-PROBE_EVERY, PROBE_GAIN = 4, 0.06
-CARRIED_SHARE = 0.97  # of what a probe offered; a link that is no faster gives 0.94 of it
-# While one probe after the other is carried, as the link became faster; they are shorter.
-PROBE_GROWTH, MAX_PROBE_GAIN = 2.0, 1.0
 LOST_SHARE = 0.02  # of what is unconfirmed, a reading: what was sent to the dead never is
 # Of what is unconfirmed, in a round trip and the time of a queue. If less comes, the rest is lost:
 # 256 KiB on a link of 1 Mbit/s are confirmed twice as fast.
@@ -80,187 +70,9 @@ LIVE_SHARE = 1 / 16
 # coordinator get 1 MiB each within their patience.
 SPARE_SHARE = 1 / 3
 LEAST_READERS, READER_MBIT_S = 2, 0.6  # a reader gives up on a donor below 64 kB/s
-
-
-@dataclass(frozen=True, kw_only=True)
-class Sample:
-    """A reading of the counters during a round."""
-
-    at_s: float
-    delivered: int
-    """bytes that others have acknowledged"""
-    received: int
-    busy: bool
-    """whether bulk data waited for the link since the reading before"""
-
-
-def peak_mbit_s(points: Sequence[tuple[float, int]], window_s: float = WINDOW_S) -> float:
-    """Return a counter's highest rate over little more than `window_s`; 0 if nothing lasts as long.
-
-    Args:
-        points: (seconds, bytes so far), in order.
-        window_s: shortest stretch that counts.
-    """
-    peak, start = 0.0, 0
-    for at_s, num_bytes in points:
-        while start + 1 < len(points) and at_s - points[start + 1][0] >= window_s:
-            start += 1
-        began_s, before = points[start]
-        if at_s - began_s >= window_s:
-            peak = max(peak, (num_bytes - before) * BITS / (at_s - began_s))
-    return peak
-
-
-def saturated_mbit_s(
-    stretches: Sequence[Sequence[Sample]], window_s: float = WINDOW_S
-) -> float | None:
-    """Return the rate in the later two thirds of the longest time for which the link was busy.
-
-    The first third may be TCP's slow start. A mean and not a peak: confirmations come in bursts,
-    of which a peak makes a rate that the link does not have. And from one confirmation to another:
-    a pace that lets few messages go would else be read too low, and lower with every round. 0
-    if the link was not busy for `window_s`, None if too little was confirmed.
-    """
-    runs = [run for samples in stretches for run in busy_runs(samples)]
-    run = max(runs, key=_span_s, default=[])
-    if _span_s(run) < window_s:
-        return 0.0
-    grown = [now for before, now in pairwise(run) if now.delivered > before.delivered]
-    if not grown:
-        return None
-    from_s = min((2 * run[0].at_s + run[-1].at_s) / 3, run[-1].at_s - window_s)
-    first = [grown[0], *(sample for sample in grown if sample.at_s <= from_s)][-1]
-    if grown[-1].delivered - first.delivered < READ_BYTES:
-        return None
-    return (grown[-1].delivered - first.delivered) * BITS / (grown[-1].at_s - first.at_s)
-
-
-def _mean_mbit_s(samples: Sequence[Sample]) -> float:
-    return (samples[-1].delivered - samples[0].delivered) * BITS / _span_s(samples)
-
-
-def busy_runs(samples: Sequence[Sample]) -> list[list[Sample]]:
-    """Return the times for which a stretch was busy."""
-    return [list(run) for busy, run in groupby(samples, lambda sample: sample.busy) if busy]
-
-
-def _span_s(samples: Sequence[Sample]) -> float:
-    return samples[-1].at_s - samples[0].at_s if samples else 0.0
-
-
-def was_held(stretches: Sequence[Sequence[Sample]], window_s: float = WINDOW_S) -> bool:
-    """Return whether more waited to leave most of the time, and never long enough for a reading."""
-    runs = [run for samples in stretches for run in busy_runs(samples)]
-    num_samples = sum(map(len, stretches))
-    is_short = max(map(_span_s, runs), default=0.0) < window_s
-    return is_short and num_samples > 1 and 2 * sum(map(len, runs)) >= num_samples
-
-
-@dataclass(frozen=True, kw_only=True)
-class RateEstimate:
-    """The measurements of one direction of a link, and the plan for the next one."""
-
-    mbit_s: float | None = None
-    """None if nothing is known"""
-    gain: float = math.inf
-    """over the estimate, in the next round; infinite: as fast as it goes"""
-    recent: tuple[float, ...] = ()
-    """saturated rates of the last rounds"""
-    searched: int = 0
-    """rounds since one searched for more"""
-
-    @property
-    def pace_mbit_s(self) -> float | None:
-        """Return how fast to send; None for as fast as it goes."""
-        if self.mbit_s is None or math.isinf(self.gain):
-            return None
-        return self.mbit_s * self.gain
-
-    def without_pace(self) -> RateEstimate:
-        """Return the estimate after a short round that the pace held.
-
-        No such round can correct the pace. Without one, its bytes wait no longer in TCP's queue
-        than they did for their turns.
-        """
-        return replace(self, gain=math.inf, recent=())
-
-    def after(self, saturated_mbit_s: float | None) -> RateEstimate:
-        """Return the estimate after a round in which the busy link showed this rate, 0 for none.
-
-        None: the round was busy and showed no rate. If it was the pace that kept it busy, the pace
-        is forgotten, which no round of this size would ever correct.
-        """
-        rate, pace = saturated_mbit_s, self.pace_mbit_s
-        if rate is None:
-            return self if pace is None else RateEstimate()
-        if not rate:
-            return self
-        if pace is None:  # low, because TCP had to find the rate: the next round searches at once
-            return RateEstimate(mbit_s=rate, gain=SEARCH_GAIN)
-        if self.gain == SEARCH_GAIN and rate >= FOUND_SHARE * pace:
-            return RateEstimate(mbit_s=rate)
-        recent = (*self.recent, rate)[-KEPT_ROUNDS:]
-        if all(each < SLOWER_SHARE * (self.mbit_s or 0.0) for each in recent[-2:]):
-            recent = recent[-2:]
-        searched = 0 if self.gain == SEARCH_GAIN else self.searched + 1
-        gain = SEARCH_GAIN if searched >= SEARCH_EVERY else GAIN
-        likely = statistics.median_high(recent)
-        return RateEstimate(mbit_s=likely, gain=gain, recent=recent, searched=searched)
-
-
-@dataclass(frozen=True, kw_only=True)
-class FlowEstimate:
-    """The newest measurements of an uplink that is busy most of the time."""
-
-    readings: tuple[float, ...] = ()
-    """Mbit/s, the newest last"""
-    since_probe: int = 0
-    """readings"""
-    carried: int = 0
-    """probes in a row that the link carried"""
-
-    @property
-    def reading_s(self) -> float:
-        """Return how long the next reading lasts."""
-        return FLOW_S / 2 if self.carried else FLOW_S
-
-    @property
-    def mbit_s(self) -> float | None:
-        """Return what the link carries; None if too little is known."""
-        return sorted(self.readings)[-2] if len(self.readings) >= LEAST_READINGS else None
-
-    @property
-    def pace_mbit_s(self) -> float | None:
-        """Return how fast to send; None for as fast as it goes."""
-        if self.mbit_s is None:
-            return None
-        gain = min(PROBE_GAIN * PROBE_GROWTH**self.carried, MAX_PROBE_GAIN)
-        return self.mbit_s * (1 + gain if self._is_probe else FLOW_SHARE)
-
-    @property
-    def _is_probe(self) -> bool:
-        return self.carried > 0 or self.since_probe == PROBE_EVERY - 1
-
-    def after(self, samples: Sequence[Sample]) -> FlowEstimate:
-        """Return the estimate after a reading; one of an idle link counts only if it shows more."""
-        rate, pace = _mean_mbit_s(samples), self.pace_mbit_s
-        busy_share = sum(sample.busy for sample in samples) / len(samples)
-        if busy_share < BUSY_SHARE and rate <= (self.mbit_s or math.inf):
-            return self
-        readings = (*self.readings, rate)[-KEPT_READINGS:]
-        if pace is None:
-            return FlowEstimate(readings=readings)
-        if not self._is_probe:
-            return replace(self, readings=readings, since_probe=self.since_probe + 1)
-        is_carried = rate >= CARRIED_SHARE * pace
-        if not is_carried and not self.carried:
-            return FlowEstimate(readings=readings)
-        # Not more than it offered, whatever a burst shows. The first probe of a run that is too
-        # much shows what the link carries.
-        found = max(min(rate, pace), self.mbit_s or 0.0)
-        return FlowEstimate(
-            readings=(found,) * LEAST_READINGS, carried=self.carried + 1 if is_carried else 0
-        )
+# Of an uplink without a cap, for what joiners read while a round has more to send: all who train
+# wait for that round. Not nothing, since a round that fills its window sends without an end.
+YIELDED_SHARE = 0.1
 
 
 Order = tuple[int, ...]
@@ -360,6 +172,12 @@ class Pacer:
         waits = self._in_flight - confirmed >= self.limits.least_bytes / 2
         return bool(self._turns) or (granted and waits and self.rate_mbit_s is None)
 
+    @property
+    def has_bulk(self) -> bool:
+        """Return whether messages wait for their turns, or much that had one is on its way."""
+        is_under_way = self._is_read and self._in_flight >= self.limits.least_bytes
+        return bool(self._turns) or is_under_way
+
     def turn(self, num_bytes: int, order: Order) -> asyncio.Future[None]:
         """Return a future that is done when so many bytes may be sent; cancel it to give it up."""
         granted = asyncio.get_running_loop().create_future()
@@ -424,6 +242,7 @@ class Link:
         """for what is asked of others: states, updates, parts"""
         self.outflow = Throttle()
         """for bulk that is no part of a round or a pass"""
+        self._yielding = asyncio.Lock()
         self._most_mbit_s = math.inf
         self._round_trips: dict[str, deque[float]] = {}
         self._watches: set[LinkReading] = set()
@@ -458,6 +277,22 @@ class Link:
         self.inflow.limit(most, received)
         self.outflow.rate_mbit_s = SPARE_SHARE * most
         self._set_pace()
+
+    async def spare(self, num_bytes: int) -> None:
+        """Wait until so many bytes may leave that no round needs: those that joiners read.
+
+        They yield to a round that has more to send, but for a share of the link. Under a cap they
+        have a part of their own, and rounds have theirs.
+        """
+        if self.outflow.is_limited:
+            await self.outflow.take(num_bytes)
+            return
+        async with self._yielding:
+            loop = asyncio.get_running_loop()
+            rate_mbit_s = max(YIELDED_SHARE * self.uplink_mbit_s, LEAST_READERS * READER_MBIT_S)
+            until_s = loop.time() + num_bytes * BITS / rate_mbit_s
+            while self._watches and self.pacer.has_bulk and loop.time() < until_s:
+                await asyncio.sleep(SAMPLE_S)
 
     @property
     def max_readers(self) -> int:
@@ -569,7 +404,7 @@ class Link:
     def _follow(self, sample: Sample) -> None:
         """Take a sample of what flows without an end."""
         self._flowing.append(sample)
-        if _span_s(self._flowing) >= self._flow.reading_s:
+        if span_s(self._flowing) >= self._flow.reading_s:
             self._flow = self._flow.after(self._flowing)
             self._flowing = [sample]
             self._set_pace()

@@ -97,6 +97,28 @@ def test_a_cap_of_the_donor_or_of_the_reader_bounds_what_is_fetched(tmp_path, ca
     run_swarm(tmp_path, scenario)
 
 
+def test_what_a_round_needs_does_not_yield_to_it(tmp_path, monkeypatch):
+    async def scenario(swarm):
+        peers = await swarm.start(3, window_s=1.0)
+        await swarm.until(lambda: passed(peers, 4))
+        donor, asking = peers[:2]
+        await donor.replica.saved()
+        yielded, name = list[int](), donor.identity.peer_id
+
+        async def spare(link, num_bytes):
+            yielded.append(num_bytes)
+
+        monkeypatch.setattr(Link, "spare", spare)
+        donor.ctx.parts.put(0, sha256(b"part"), b"part")
+        await fetch_part(asking.ctx, [name], sha256(b"part"), 4)
+        assert yielded == []
+        body = donor.replica.store.body(2)
+        await body_from(asking.ctx, name, 2, len(body))
+        assert sum(yielded) == len(body)
+
+    run_swarm(tmp_path, scenario)
+
+
 class Donor:
     """A transport and a stream to a donor that sends at once, as into libp2p's buffers."""
 

@@ -1,8 +1,6 @@
 """Turns at the uplink, and what a round's readings say of a link."""
 
 import asyncio
-import random
-from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -11,30 +9,29 @@ from atoll.dht.tasks import end
 from atoll.dht.testing.virtualtime import run_virtual as run
 from atoll.peer.rounds.pacing import (
     BURST_S,
-    FLOW_S,
-    FLOW_SHARE,
-    GAIN,
-    KEPT_READINGS,
-    LEAST_READINGS,
+    DECLARED_SHARE,
+    LEAST_READERS,
     MIN_FLOW_IN_FLIGHT_BYTES,
     MIN_IN_FLIGHT_BYTES,
-    PROBE_EVERY,
     QUEUE_S,
+    READER_MBIT_S,
     ROUND_TRIP_S,
     SAMPLE_S,
-    SEARCH_EVERY,
-    SEARCH_GAIN,
+    SPARE_SHARE,
     UNKNOWN_MBIT_S,
-    FlowEstimate,
+    YIELDED_SHARE,
     Limits,
     Link,
     Pacer,
-    RateEstimate,
-    Sample,
-    peak_mbit_s,
-    saturated_mbit_s,
+)
+from atoll.peer.rounds.rates import (
+    FLOW_S,
+    GAIN,
+    LEAST_READINGS,
+    SEARCH_GAIN,
 )
 from atoll.peer.rounds.slots import MAX_SLOTS
+from support.pacing import samples, steady
 
 PIECE = 125_000  # 1 Mbit
 MESSAGE = 65_536  # bytes of cells that leave at once
@@ -44,15 +41,6 @@ def paced(rate_mbit_s):
     pacer = Pacer()
     pacer.rate_mbit_s = rate_mbit_s
     return pacer
-
-
-def samples(*rates_mbit_s, busy=True, step_s=0.1):
-    """A counter that grows at these rates, one a step."""
-    out, sent = [Sample(at_s=0.0, delivered=0, received=0, busy=busy)], 0
-    for number, rate in enumerate(rates_mbit_s, 1):
-        sent += int(rate * step_s / 8e-6)
-        out.append(Sample(at_s=number * step_s, delivered=sent, received=sent, busy=busy))
-    return out
 
 
 def test_turns_are_granted_at_the_pace():
@@ -192,96 +180,6 @@ def test_after_a_pause_no_more_than_a_burst_is_caught_up():
     assert run(main()) >= 19 * 0.1 - BURST_S
 
 
-def test_the_peak_is_over_a_whole_window():
-    burst = [(0.0, 0), (0.05, 10_000_000), (0.4, 10_000_000)]
-    assert peak_mbit_s(burst, 0.4) == pytest.approx(200.0)
-    assert peak_mbit_s([(0.0, 0), (0.1, 10**9)], 0.3) == 0.0
-
-
-def test_only_stretches_in_which_the_link_was_busy_count():
-    idle = samples(100, 100, 100, 100, busy=False)
-    assert saturated_mbit_s([idle]) == 0.0
-    assert saturated_mbit_s([samples(100, 100, 100, 100)]) == pytest.approx(100.0)
-    broken = samples(100, 100, 100, 100)
-    broken[2] = Sample(at_s=0.2, delivered=0, received=0, busy=False)
-    assert saturated_mbit_s([broken]) == 0.0
-
-
-def simulate(capacity_mbit_s, rounds, estimate=None):
-    """Rounds on a link that carries what the pace gives it, up to its capacity."""
-    estimate = estimate or RateEstimate()
-    for _ in range(rounds):
-        estimate = estimate.after(min(estimate.pace_mbit_s or capacity_mbit_s, capacity_mbit_s))
-    return estimate
-
-
-def test_the_first_round_measures_and_the_pace_stays_just_above():
-    estimate = simulate(100.0, 20)
-    assert estimate.mbit_s == pytest.approx(100.0)
-    assert estimate.pace_mbit_s == pytest.approx(100.0 * GAIN)
-
-
-def test_a_link_that_became_ten_times_faster_is_found():
-    assert simulate(1000.0, 16, simulate(100.0, 5)).mbit_s == pytest.approx(1000.0)
-
-
-def test_a_link_that_became_slower_is_found():
-    assert simulate(20.0, 6, simulate(100.0, 5)).mbit_s == pytest.approx(20.0)
-
-
-def test_one_round_on_a_busy_machine_changes_little():
-    estimate = simulate(100.0, 5).after(60.0)
-    assert estimate.mbit_s == pytest.approx(100.0)
-
-
-def test_a_round_that_sent_little_says_nothing():
-    estimate = simulate(100.0, 5)
-    assert estimate.after(0.0) == estimate
-    assert RateEstimate().after(0.0).pace_mbit_s is None
-
-
-def test_few_bytes_show_no_rate():
-    assert saturated_mbit_s([samples(1, 1, 1, 1, 1)]) is None
-    assert RateEstimate().after(None) == RateEstimate()
-
-
-def round_of(messages, mbit_s):
-    """Readings of a fast link over which the pace lets so many messages go."""
-    each_s = MESSAGE * 8e-6 / mbit_s
-    ends_s = each_s * (messages - 1)
-    return [
-        Sample(
-            at_s=number * SAMPLE_S,
-            delivered=MESSAGE * min(messages, 1 + int(number * SAMPLE_S / each_s)),
-            received=0,
-            busy=number * SAMPLE_S < ends_s,
-        )
-        for number in range(int(ends_s / SAMPLE_S) + 3)
-    ]
-
-
-@pytest.mark.parametrize("messages", [2, 3, 6, 17, 24, 25, 31, 61])
-def test_a_pace_that_is_far_too_low_does_not_confirm_itself(messages):
-    """A starved machine has shown a slow link: the pace makes rounds long enough to be read."""
-    estimate = RateEstimate().after(0.3)
-    for _ in range(3):
-        if estimate.pace_mbit_s is None:
-            return
-        estimate = estimate.after(saturated_mbit_s([round_of(messages, estimate.pace_mbit_s)]))
-    raise AssertionError(f"still paced at {estimate.pace_mbit_s} Mbit/s")
-
-
-@pytest.mark.parametrize("messages", range(9, 41))
-def test_a_pace_that_is_too_low_does_not_sink(messages):
-    """Few messages leave, the last after the last reading: each round would take some off."""
-    estimate = RateEstimate(mbit_s=3.0, gain=GAIN)
-    for _ in range(SEARCH_EVERY - 1):
-        estimate = estimate.after(saturated_mbit_s([round_of(messages, estimate.pace_mbit_s)]))
-        if estimate.pace_mbit_s is None:
-            return
-        assert estimate.pace_mbit_s > 0.8 * 3.0
-
-
 def test_two_short_legs_make_no_round_that_is_long_enough_to_be_read():
     link = Link()
     link.learn([samples(40, 40, 40, 40)])
@@ -295,40 +193,6 @@ def test_a_reading_of_one_sample_says_nothing():
     paced = link.pacer.rate_mbit_s
     link.learn([samples()])
     assert link.pacer.rate_mbit_s == paced
-
-
-def test_the_start_of_a_transfer_does_not_count():
-    assert saturated_mbit_s([samples(10, 20, 40, *[100] * 7)]) == pytest.approx(100.0)
-
-
-def test_bursts_of_confirmations_make_no_faster_link():
-    assert saturated_mbit_s([samples(*[0, 200] * 10)]) == pytest.approx(100.0, rel=0.1)
-
-
-def test_the_first_measured_round_is_searched_from():
-    cold = RateEstimate().after(80.0)
-    assert cold.pace_mbit_s == pytest.approx(80.0 * SEARCH_GAIN)
-    assert cold.after(90.0).pace_mbit_s == pytest.approx(90.0 * GAIN)
-
-
-def test_a_search_comes_now_and_then_and_finds_nothing_where_nothing_is():
-    estimate, paces = simulate(100.0, 3), []
-    for _ in range(2 * SEARCH_EVERY + 2):
-        paces.append(estimate.pace_mbit_s)
-        estimate = simulate(100.0, 1, estimate)
-    assert sum(pace > 110.0 for pace in paces) == 2
-    assert estimate.mbit_s == pytest.approx(100.0)
-
-
-def test_readings_that_scatter_leave_the_pace_at_the_link():
-    scatter, paces = random.Random(1), []
-    estimate = simulate(100.0, 10)
-    for _ in range(500):
-        paces.append(estimate.pace_mbit_s or 100.0)
-        estimate = estimate.after(min(paces[-1], 100.0) * scatter.gauss(1.0, 0.08))
-    inner = sorted(paces)[50:-50]
-    assert inner[0] > 93.0
-    assert inner[-1] < 112.0
 
 
 def test_what_the_owner_declares_is_not_measured_away():
@@ -552,6 +416,49 @@ def test_bytes_to_the_dead_cost_one_round_little_and_later_ones_nothing(
     assert uplink_mbit_s > 0.9 * min(capacity_mbit_s, UNKNOWN_MBIT_S)
 
 
+def reading_s(*, sends_for_s, most_mbit_s=0.0, is_round=True):
+    """When each of four readers' messages may leave while something sends for so long."""
+
+    async def main():
+        link, loop = Link(), asyncio.get_running_loop()
+        link.cap(most_mbit_s)
+        link.declare(10.0)
+        if is_round:
+            link.watch(Counting(10.0))
+
+        async def send():
+            while loop.time() < sends_for_s:
+                await link.pacer.turn(PIECE, (0,))
+
+        async def message():
+            await link.spare(PIECE)
+            return loop.time()
+
+        sending = [asyncio.create_task(send()) for _ in range(2)]
+        left = await asyncio.gather(*(message() for _ in range(4)))
+        await end(*sending, *link._tasks._tasks)
+        return left
+
+    return run(main())
+
+
+def test_what_joiners_read_yields_to_a_round():
+    share_s = PIECE * 8e-6 / (YIELDED_SHARE * 10.0)  # below the least: two readers' worth
+    assert share_s > (least_s := PIECE * 8e-6 / (LEAST_READERS * READER_MBIT_S))
+    held = reading_s(sends_for_s=100.0)
+    assert held == pytest.approx([n * least_s for n in range(1, 5)], abs=4 * SAMPLE_S)
+    assert all(at_s >= n * least_s for n, at_s in enumerate(held, 1))
+    freed = reading_s(sends_for_s=2.0)
+    assert 2 * least_s < freed[-1] < 2.0 + QUEUE_S + 2 * SAMPLE_S < 3 * least_s
+
+
+def test_what_joiners_read_waits_for_no_passes_and_under_a_cap_for_no_round():
+    assert reading_s(sends_for_s=100.0, is_round=False) == [0.0] * 4
+    third_s = PIECE * 8e-6 / (DECLARED_SHARE * SPARE_SHARE * 30.0)
+    capped = reading_s(sends_for_s=100.0, most_mbit_s=30.0)
+    assert capped == pytest.approx([n * third_s for n in range(1, 5)])
+
+
 @pytest.mark.parametrize("learns", [True, False])
 def test_what_an_owner_still_has_to_send_does_not_wait_for_the_next_round(learns):
     async def main():
@@ -766,20 +673,6 @@ def test_a_declared_rate_holds_for_what_flows():
     assert 9.0 < rate < 10.0
 
 
-def steady(mbit_s, seconds=FLOW_S, busy_share=1.0):
-    """Samples of a link that carries so much, for which something waits this part of the time."""
-    num = round(seconds / SAMPLE_S) + 1
-    return [
-        Sample(
-            at_s=n * SAMPLE_S,
-            delivered=round(n * SAMPLE_S * mbit_s / 8e-6),
-            received=0,
-            busy=n < busy_share * num,
-        )
-        for n in range(num)
-    ]
-
-
 def found_after(capacity_mbit_s, seconds, found):
     """The estimate after some time on a link that is always busy."""
     until_s = 0.0
@@ -787,41 +680,3 @@ def found_after(capacity_mbit_s, seconds, found):
         until_s += found.reading_s
         found = found.after(steady(min(found.pace_mbit_s, capacity_mbit_s), found.reading_s))
     return found
-
-
-TEN = FlowEstimate(readings=(10.0,) * KEPT_READINGS)
-
-
-def test_an_estimate_of_what_flows_finds_a_faster_link():
-    assert found_after(25.0, 30.0, TEN).mbit_s > 0.9 * 25.0
-    assert found_after(25.0, 120.0, TEN).pace_mbit_s == pytest.approx(FLOW_SHARE * 25.0, rel=0.01)
-
-
-def test_a_probe_shows_no_more_than_it_offered():
-    found = replace(TEN, since_probe=PROBE_EVERY - 1)
-    assert found.after(steady(14.0)).mbit_s == found.pace_mbit_s > 10.0
-
-
-def test_an_estimate_of_what_flows_follows_a_link_that_became_slower():
-    found = found_after(4.0, KEPT_READINGS * FLOW_S, TEN)
-    assert found.pace_mbit_s == pytest.approx(FLOW_SHARE * 4.0)
-
-
-def test_receivers_that_hold_passes_up_for_a_while_make_no_low_pace():
-    found = replace(TEN, since_probe=PROBE_EVERY - 1)
-    for _ in range(KEPT_READINGS - 2):
-        found = found.after(steady(3.0))
-    assert found.mbit_s == 10.0
-
-
-def test_one_burst_of_confirmations_makes_no_pace():
-    assert FlowEstimate(readings=(9.0, 14.0, 9.1)).pace_mbit_s == FLOW_SHARE * 9.1
-
-
-@pytest.mark.parametrize("found", [TEN, FlowEstimate(), FlowEstimate(readings=(10.0,))])
-def test_a_reading_of_an_idle_link_changes_no_estimate(found):
-    assert found.after(steady(2.0, busy_share=0.5)) == found
-
-
-def test_a_reading_above_the_estimate_counts_however_idle_the_link_was():
-    assert TEN.after(steady(12.0, busy_share=0.5)).readings[-1] == pytest.approx(12.0)

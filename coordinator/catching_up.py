@@ -19,15 +19,9 @@ from atoll.coordinator import notices
 from atoll.coordinator.run.notice import Report
 from atoll.dht.tasks import Tasks
 from atoll.optim.log.entry import Elector, Entry
+from atoll.optim.log.live_replica import LiveReplica, Nowhere, OnTaken, Recovered, RecoveryError
 from atoll.optim.log.mending import Damage
-from atoll.optim.log.replica import (
-    DISK_ERRORS,
-    LiveReplica,
-    Nowhere,
-    OnTaken,
-    Recovered,
-    RecoveryError,
-)
+from atoll.optim.log.replica import DISK_ERRORS
 from atoll.optim.log.store import StoreError
 
 SETTLING_S = 300.0  # a change that has begun hashes and writes a whole model before it ends

@@ -27,7 +27,7 @@ from atoll.coordinator.checkpoints import (
 )
 from atoll.coordinator.run.notice import Notice, Report
 from atoll.coordinator.run.spec import RunSpec
-from atoll.optim.log.replica import ReplicaStanding, ReplicaView
+from atoll.optim.log.standing import ReplicaStanding, ReplicaView
 from atoll.optim.state.outer_state import OuterState, StateGone
 
 logger = logging.getLogger(__name__)

@@ -50,7 +50,7 @@ from atoll.optim.log.entry import (
     first_sound_term,
     leader_order,
 )
-from atoll.optim.log.replica import LiveReplica
+from atoll.optim.log.live_replica import LiveReplica
 
 # After a round, so long no other is decided, in most runs: an epoch that opens for keepers then
 # voids nothing. In faster runs the replicas go back, and no contribution is lost.

@@ -23,7 +23,9 @@ from atoll.coordinator.run.notice import Report
 from atoll.coordinator.run.status import HISTORY, RoundReport, RoundSummary
 from atoll.dht.tasks import Tasks
 from atoll.optim.log.entry import Certificate, Claim, Entry
-from atoll.optim.log.replica import LiveReplica, NotNext, Replica
+from atoll.optim.log.live_replica import LiveReplica
+from atoll.optim.log.replica import Replica
+from atoll.optim.log.standing import NotNext
 from atoll.optim.log.store import StoreHead
 from atoll.optim.state.outer_state import OuterState
 

@@ -1,6 +1,6 @@
 """One log of a run at its coordinator: what it accepts, when an epoch opens, how the log is.
 
-A run decides each of its modules in a log of its own (`atoll.optim.log.replica.Module`); a dense
+A run decides each of its modules in a log of its own (`atoll.optim.log.module`); a dense
 run has one. `Coordinator` owns the logs, and what they share: admission, presence and events.
 """
 
@@ -36,9 +36,11 @@ from atoll.coordinator.run.status import PeerStatus, RunState
 from atoll.coordinator.scrubbing import Scrubbing
 from atoll.coordinator.signing import EpochSigner
 from atoll.optim.log.entry import Claim, Elector, Entry, LogError
+from atoll.optim.log.live_replica import LiveReplica
 from atoll.optim.log.mending import Damage
 from atoll.optim.log.orders import RunSettings, read_order
-from atoll.optim.log.replica import DISK_ERRORS, LiveReplica, NotNext
+from atoll.optim.log.replica import DISK_ERRORS
+from atoll.optim.log.standing import NotNext
 from atoll.optim.log.store import SnapshotInfo, StoreHead
 from atoll.optim.reduction.cells import Bytes
 

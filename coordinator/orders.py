@@ -45,7 +45,7 @@ from atoll.optim.log.orders import (
     SignedOrder,
     StopRun,
 )
-from atoll.optim.log.replica import Replay
+from atoll.optim.log.replay import Replay
 from atoll.optim.methods.base import MethodError
 from atoll.optim.state.layout import Layout
 

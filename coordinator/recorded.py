@@ -31,8 +31,8 @@ from atoll.coordinator.run.status import (
     RunStatus,
 )
 from atoll.optim.log.entry import Entry
+from atoll.optim.log.module import WHOLE, log_folder
 from atoll.optim.log.orders import RunSettings, read_settings
-from atoll.optim.log.replica import WHOLE, log_folder
 from atoll.optim.log.store import LOG_FILE
 
 FOLLOWER_FILE = "run.json"  # with spec.json beside it, as no other peer has

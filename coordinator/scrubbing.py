@@ -16,8 +16,9 @@ from atoll.coordinator.first_state import FirstState
 from atoll.coordinator.gossip import ModelKeeper
 from atoll.coordinator.run.notice import Report
 from atoll.dht.tasks import ENDING_S, Tasks
+from atoll.optim.log.live_replica import LiveReplica
 from atoll.optim.log.mending import Damage, Scrub
-from atoll.optim.log.replica import DISK_ERRORS, LiveReplica
+from atoll.optim.log.replica import DISK_ERRORS
 from atoll.optim.log.store import StoreError
 
 STEP_S = 10.0  # between two steps

@@ -92,7 +92,7 @@ class RoundsHost:
     """A peer as in a run (p2pd, log and rounds engine) without the trainer."""
 
     def __init__(self, place: Place) -> None:
-        from atoll.optim.log.replica import Replay
+        from atoll.optim.log.replay import Replay
         from atoll.optim.methods import parse
         from atoll.optim.reduction.contribution import Feedback
         from atoll.optim.state.layout import Layout
@@ -127,7 +127,9 @@ class RoundsHost:
     async def meet(self, everyone: Sequence[Facts], told: Facts) -> None:
         from atoll.dht.identity import verify
         from atoll.optim.log.entry import genesis_chain
-        from atoll.optim.log.replica import LiveReplica, Module, Replica
+        from atoll.optim.log.live_replica import LiveReplica
+        from atoll.optim.log.module import Module
+        from atoll.optim.log.replica import Replica
         from atoll.optim.log.store import LogStore
         from atoll.optim.state.outer_state import OuterState
 

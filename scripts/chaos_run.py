@@ -29,7 +29,7 @@ from pipeline_learning import spread
 from atoll.coordinator.run.spec import RunSpec
 from atoll.dht.testing.wan import Behind, WanLab, WanLink
 from atoll.optim.log.entry import Entry
-from atoll.optim.log.replica import log_folder
+from atoll.optim.log.module import log_folder
 from atoll.optim.log.store import LOG_FILE
 from atoll.peer.daemon.beside.network_side import LEAVE_S
 from atoll.peer.training.bits import held_out, measure

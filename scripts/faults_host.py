@@ -85,7 +85,7 @@ class SteadyHost(RoundsHost):
         return OuterState.genesis(self.layout, torch.zeros(self.place.params))
 
     async def _catch_up(self) -> None:
-        from atoll.optim.log.replica import RecoveryError
+        from atoll.optim.log.live_replica import RecoveryError
 
         with suppress(RecoveryError):
             await self.recovery.run()

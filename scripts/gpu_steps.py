@@ -23,7 +23,7 @@ from atoll.compression import parse
 from atoll.compression.base import HEADER_BYTES, Codec
 from atoll.coordinator.run.sections import InnerSection
 from atoll.optim import in_process, methods
-from atoll.optim.log.replica import residual_of
+from atoll.optim.log.replay import residual_of
 from atoll.optim.methods.worker import Worker
 from atoll.optim.state.outer_state import is_finite
 from atoll.peer.training import models, saved

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from atoll.coordinator.run.spec import RunSpec
-from atoll.optim.log.replica import Replay
+from atoll.optim.log.replay import Replay
 from atoll.optim.state import vectors
 from atoll.optim.state.layout import Layout
 from atoll.optim.state.outer_state import OuterState

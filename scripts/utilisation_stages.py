@@ -25,7 +25,7 @@ from torch import Tensor
 from atoll.compression.sparse import Sparse
 from atoll.coordinator.run.spec import RunSpec
 from atoll.optim import inner
-from atoll.optim.log.replica import Replay
+from atoll.optim.log.replay import Replay
 from atoll.optim.reducer import Commit, Contribution, Settle
 from atoll.optim.reduction.cells import Bytes
 from atoll.optim.state.layout import Layout

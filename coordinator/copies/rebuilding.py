@@ -34,7 +34,7 @@ from atoll.coordinator.run.spec import RunSpec, run_id
 from atoll.coordinator.run.spec_problems import SpecError
 from atoll.coordinator.service.server import TOKENIZER_FILE, LogFiles
 from atoll.coordinator.signing import SIGNED_FILE
-from atoll.optim.log.replica import WHOLE, log_id
+from atoll.optim.log.module import WHOLE, log_id
 from atoll.optim.log.store import LOG_FILE, LogStore, StoreError
 
 BESIDE_KEYS = (INVITES_FILE, USES_FILE, ORDERS_FILE, RECOVERY_FILE, SIGNED_FILE, "node.key")

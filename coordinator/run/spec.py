@@ -48,7 +48,7 @@ from atoll.coordinator.run.spec_problems import (
     toml_problem,
 )
 from atoll.optim import methods, schedules
-from atoll.optim.log.replica import WHOLE
+from atoll.optim.log.module import WHOLE
 from atoll.optim.schedules import Timetable
 
 MAX_SPEC_BYTES = 256 * 1024  # a RUN.toml is a few kB; a peer refuses more before parsing it

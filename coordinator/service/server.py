@@ -90,16 +90,11 @@ from atoll.dht import verify
 from atoll.dht.addresses import ip_of
 from atoll.dht.tasks import Tasks
 from atoll.optim.log.entry import genesis_chain, verify_key
+from atoll.optim.log.live_replica import LiveReplica
 from atoll.optim.log.mending import Damage, mend, reads_whole
-from atoll.optim.log.replica import (
-    DISK_ERRORS,
-    LiveReplica,
-    Module,
-    Replica,
-    ReplicaView,
-    log_folder,
-    log_id,
-)
+from atoll.optim.log.module import Module, log_folder, log_id
+from atoll.optim.log.replica import DISK_ERRORS, Replica
+from atoll.optim.log.standing import ReplicaView
 from atoll.optim.log.store import LOG_FILE, LogStore, sync_folder
 from atoll.optim.state import vectors
 from atoll.optim.state.mapped import MappedVectors, is_on_disk

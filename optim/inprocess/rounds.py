@@ -20,7 +20,7 @@ from torch import Tensor
 
 from atoll.optim.inprocess.gossip import GossipGroup
 from atoll.optim.inprocess.group import GroupError, Misses, WorkerGroup, chosen, common_lr, nobody
-from atoll.optim.log.replica import residual_of
+from atoll.optim.log.replay import residual_of
 from atoll.optim.methods.base import Method
 from atoll.optim.reducer import Commit, Contribution, Residual
 from atoll.optim.reduction.cells import Cells, Term, body_of

@@ -533,7 +533,7 @@ class Worker(ABC):
         """Empty windows, H / fragments apart.
 
         The first to end is that of the fragment whose turn it is at the position
-        (`atoll.optim.log.replica`).
+        (`atoll.optim.log.replay`).
         """
         count = len(self._windows)
         for index, window in enumerate(self._windows):

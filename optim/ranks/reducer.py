@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from atoll.optim import methods
-from atoll.optim.log.replica import residual_of, with_codec
+from atoll.optim.log.replay import residual_of, with_codec
 from atoll.optim.methods import Method, MethodError
 from atoll.optim.ranks import residuals
 from atoll.optim.ranks.placing import RankPlaces

@@ -36,7 +36,8 @@ import torch
 
 from atoll.coordinator.run.spec import RunSpec
 from atoll.coordinator.run.text import size
-from atoll.optim.log.replica import WHOLE, cells_of
+from atoll.optim.log.module import WHOLE
+from atoll.optim.log.replay import cells_of
 from atoll.optim.log.store import KEPT_SNAPSHOTS
 from atoll.optim.state.layout import Layout
 from atoll.optim.state.mapped import expect_disk

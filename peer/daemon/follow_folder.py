@@ -22,7 +22,7 @@ from atoll.coordinator.run.levels import Level
 from atoll.coordinator.run.notice import Notice
 from atoll.coordinator.service.server import LogFiles
 from atoll.optim.log.entry import Entry
-from atoll.optim.log.replica import WHOLE
+from atoll.optim.log.module import WHOLE
 from atoll.optim.log.store import PAGE, LogStore
 
 

@@ -41,17 +41,12 @@ from atoll.optim.log.entry import (
     is_quorum,
     verify_key,
 )
+from atoll.optim.log.live_replica import LiveReplica, Recovered, RecoveryError
 from atoll.optim.log.mending import mend
+from atoll.optim.log.module import Module, log_id
 from atoll.optim.log.orders import RunSettings, read_order
-from atoll.optim.log.replica import (
-    LiveReplica,
-    Module,
-    Recovered,
-    RecoveryError,
-    Replay,
-    Replica,
-    log_id,
-)
+from atoll.optim.log.replay import Replay
+from atoll.optim.log.replica import Replica
 from atoll.optim.log.store import KEPT_SNAPSHOTS, LogStore, NotStored, StoreHead
 from atoll.optim.reduction.cells import Bytes
 from atoll.optim.reduction.robust import rule_of

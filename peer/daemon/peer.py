@@ -44,7 +44,7 @@ from atoll.dht.roster import PeerRecord
 from atoll.dht.tasks import KeptTasks
 from atoll.dht.upnp import Forwarding
 from atoll.optim.log.entry import Elector
-from atoll.optim.log.replica import Compute
+from atoll.optim.log.live_replica import Compute
 from atoll.optim.schedules import WindowEnd
 from atoll.optim.state.layout import Layout
 from atoll.optim.state.outer_state import Assembly, OuterState

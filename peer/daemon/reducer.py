@@ -34,7 +34,7 @@ from atoll.coordinator.run.spec import RunSpec
 from atoll.optim.log.electorate import after
 from atoll.optim.log.entry import Entry
 from atoll.optim.log.orders import read_settings
-from atoll.optim.log.replica import with_codec
+from atoll.optim.log.replay import with_codec
 from atoll.optim.log.units import Range, begins_with, read_units, split
 from atoll.optim.methods import Method
 from atoll.optim.reducer import (

@@ -22,7 +22,7 @@ from atoll.dht.refusals import RefusalCode
 from atoll.dht.tasks import KeptTasks
 from atoll.dht.transport import Refused, Transport
 from atoll.optim.log.entry import MalformedRecord
-from atoll.optim.log.replica import Compute
+from atoll.optim.log.live_replica import Compute
 from atoll.peer.inference.messages import TEXT, Extend, expect_length, unpack
 from atoll.peer.inference.served import BadPayload, ServedStage
 from atoll.peer.inference.sessions import (

@@ -32,7 +32,7 @@ from atoll.compression.sparse import SparseCodec
 from atoll.coordinator.run.spec import RunSpec
 from atoll.optim import methods
 from atoll.optim.log.entry import MAX_MEMBERS
-from atoll.optim.log.replica import cells_of
+from atoll.optim.log.replay import cells_of
 from atoll.optim.methods.base import Method
 from atoll.optim.reduction.cells import LENGTH, SPARSE_AT_ONCE, Cells
 from atoll.optim.schedules import Timetable

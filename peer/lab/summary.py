@@ -25,7 +25,7 @@ from atoll.coordinator.run.status import FlowStatus, PeerStatus
 from atoll.coordinator.run.text import loss_text
 from atoll.dht.identity import short
 from atoll.optim.log.entry import Entry
-from atoll.optim.log.replica import WHOLE, log_folder
+from atoll.optim.log.module import WHOLE, log_folder
 from atoll.optim.log.store import LogStore
 from atoll.optim.state.layout import Layout
 from atoll.peer.lab.baseline import BaselineResult

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from atoll.optim import methods
 from atoll.optim.inprocess.rounds import SHAPES, Reduction
-from atoll.optim.log.replica import cells_of, residual_of
+from atoll.optim.log.replay import cells_of, residual_of
 from atoll.optim.methods.base import Method
 from atoll.optim.reducer import Contribution
 from atoll.optim.reduction.cells import Bytes, pack

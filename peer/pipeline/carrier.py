@@ -26,7 +26,7 @@ from atoll.dht.transport import (
     TransportError,
 )
 from atoll.optim.log.entry import MalformedRecord
-from atoll.optim.log.replica import Compute
+from atoll.optim.log.live_replica import Compute
 from atoll.peer import notices
 from atoll.peer.pipeline.actions import (
     Action,

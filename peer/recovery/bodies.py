@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
 from atoll.dht.tasks import end, together
 from atoll.dht.transport import PeerUnreachable
 from atoll.optim.log.entry import Entry, split_parts
+from atoll.optim.log.live_replica import Compute
 from atoll.optim.state import vectors
 from atoll.peer.recovery.sources import FETCH_ERRORS, Donor
 
@@ -21,8 +22,6 @@ STREAMS = 6  # at once: what a link of 100 Mbit/s at 100 ms takes
 PIECE_BYTES = 4 << 20  # of parts that are asked for together; a larger part comes alone
 
 OnFailure = Callable[[Entry, Donor, Exception], None]
-Compute = Callable[..., Awaitable[Any]]
-"""Runs blocking work elsewhere: (function, arguments) -> its result."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +34,7 @@ class Body:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Piece:
+class BodyPiece:
     """Consecutive parts of a body, which one donor is asked for."""
 
     parts: range
@@ -134,7 +133,7 @@ class Bodies:
         return Body(data=data, givers=frozenset(givers))
 
     async def _fetch_piece(
-        self, entry: Entry, piece: Piece, into: memoryview, failed: set[str]
+        self, entry: Entry, piece: BodyPiece, into: memoryview, failed: set[str]
     ) -> str:
         """Ask one donor after the other until one gives the piece; return its name.
 
@@ -157,7 +156,7 @@ class Bodies:
                     self._asked[donor.name] -= 1
         raise PeerUnreachable(f"no peer has the body of entry {entry.position}")
 
-    def _next(self, entry: Entry, piece: Piece, failed: set[str]) -> Donor | None:
+    def _next(self, entry: Entry, piece: BodyPiece, failed: set[str]) -> Donor | None:
         """Return the donor that failed least, and of these the one that is asked for least."""
         left = [d for d in holders(entry, piece, self._donors) if d.name not in failed]
         return min(left, key=lambda d: (self._failures[d.name], self._asked[d.name]), default=None)
@@ -169,19 +168,19 @@ class Bodies:
             self._on_failure(entry, donor, error)
 
 
-def pieces(entry: Entry) -> Iterator[Piece]:
+def pieces(entry: Entry) -> Iterator[BodyPiece]:
     """Cut a body between its parts."""
     first = start = stop = 0
     for index, part in enumerate(entry.parts):
         if stop > start and stop + part.wire_bytes - start > PIECE_BYTES:
-            yield Piece(parts=range(first, index), start=start, stop=stop)
+            yield BodyPiece(parts=range(first, index), start=start, stop=stop)
             first, start = index, stop
         stop += part.wire_bytes
     if stop > start:
-        yield Piece(parts=range(first, len(entry.parts)), start=start, stop=stop)
+        yield BodyPiece(parts=range(first, len(entry.parts)), start=start, stop=stop)
 
 
-def holders(entry: Entry, piece: Piece, donors: Sequence[Donor]) -> list[Donor]:
+def holders(entry: Entry, piece: BodyPiece, donors: Sequence[Donor]) -> list[Donor]:
     """Return the donors beyond an entry, in another order for each piece: all give a share."""
     start = (entry.position + piece.parts.start) % len(donors) if donors else 0
     turn = [*donors[start:], *donors[:start]]

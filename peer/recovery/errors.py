@@ -1,6 +1,6 @@
 """The exceptions of a recovery.
 
-RecoveryError (RuntimeError; atoll.optim.log.replica)
+RecoveryError (RuntimeError; atoll.optim.log.live_replica)
 +-- NoDonor     nobody who could be reached has what is missing; try again later
 +-- NoWay  donors answered, and have neither the updates nor a state that can be proved
 ChainMismatch (LogError; atoll.optim.log.entry)
@@ -8,7 +8,7 @@ ChainMismatch (LogError; atoll.optim.log.entry)
 """
 
 from atoll.optim.log.entry import ChainMismatch
-from atoll.optim.log.replica import Nowhere, RecoveryError
+from atoll.optim.log.live_replica import Nowhere, RecoveryError
 
 
 class NoDonor(RecoveryError):

@@ -7,7 +7,7 @@ from contextlib import suppress
 
 from atoll.coordinator.run.notice import Report
 from atoll.dht.tasks import together
-from atoll.optim.log.replica import LiveReplica
+from atoll.optim.log.live_replica import LiveReplica
 from atoll.optim.state.outer_state import (
     LEAF_BYTES,
     Assembly,

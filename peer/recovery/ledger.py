@@ -19,7 +19,7 @@ from atoll.coordinator.run.text import clean
 from atoll.dht.roster import PeerRecord, Roster, RosterError
 from atoll.dht.transport import PeerUnreachable, Transport, TransportError
 from atoll.optim.log.entry import LogError
-from atoll.optim.log.replica import LiveReplica, OnTaken, Recovered
+from atoll.optim.log.live_replica import LiveReplica, OnTaken, Recovered
 from atoll.peer.recovery.recovery import Recovery
 from atoll.peer.recovery.sources import PeerSource, Source, whom_to_ask
 from atoll.peer.rounds.context import RoundSettings, fetch_head

@@ -30,7 +30,7 @@ from atoll.optim.log.entry import (
     place_after,
     place_at_base,
 )
-from atoll.optim.log.replica import LiveReplica, OnTaken, Recovered
+from atoll.optim.log.live_replica import LiveReplica, OnTaken, Recovered
 from atoll.optim.state import vectors
 from atoll.optim.state.outer_state import OuterState
 from atoll.peer import notices

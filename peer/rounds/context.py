@@ -25,8 +25,9 @@ from atoll.optim.log.entry import (
     leader_order,
 )
 from atoll.optim.log.evidence import Evidence, EvidenceBook
+from atoll.optim.log.live_replica import Compute, LiveReplica
 from atoll.optim.log.orders import OrderBook, OrderInvalid, read_order
-from atoll.optim.log.replica import Compute, LiveReplica, Replay
+from atoll.optim.log.replay import Replay
 from atoll.optim.reduction.cells import Bytes
 from atoll.optim.reduction.robust import Rule, rule_of
 from atoll.optim.state.updates import Update

@@ -34,7 +34,7 @@ from atoll.optim.log.entry import (
     sha256,
 )
 from atoll.optim.log.evidence import Evidence, double_votes
-from atoll.optim.log.replica import Applied
+from atoll.optim.log.live_replica import Applied
 from atoll.optim.reduction.cells import Bytes
 from atoll.optim.state.updates import Update
 from atoll.peer.rounds import notices

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from atoll.optim.log.entry import Entry, Member, NamedEntry
-from atoll.optim.log.replica import Compute
+from atoll.optim.log.live_replica import Compute
 from atoll.peer.rounds.messages import inflated, is_longer
 
 LOOP_BYTES = 64 * 1024  # some 350 members, which take 2 ms to parse: a thread costs as much

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from atoll.compression.activations import parse_activations
 from atoll.compression.base import CodecError
 from atoll.coordinator.run.spec import RunSpec
-from atoll.optim.log.replica import WHOLE
+from atoll.optim.log.module import WHOLE
 from atoll.optim.state.layout import FragmentError, Layout
 from atoll.optim.state.outer_state import OuterState
 from atoll.peer.errors import ModelError

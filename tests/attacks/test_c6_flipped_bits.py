@@ -18,8 +18,9 @@ import torch
 from atoll.coordinator.catching_up import LAG_S
 from atoll.coordinator.run.keys import KEYS_FILE, RunKeys
 from atoll.optim.log.entry import Certificate, LogError, genesis_chain, verify_key
+from atoll.optim.log.live_replica import LiveReplica
 from atoll.optim.log.mending import mend
-from atoll.optim.log.replica import LiveReplica, Replica
+from atoll.optim.log.replica import Replica
 from atoll.optim.log.store import LogStore
 from atoll.optim.state.outer_state import OuterState
 from atoll.peer.daemon.log_run import CatchingUp, LogRun

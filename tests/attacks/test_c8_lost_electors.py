@@ -15,7 +15,7 @@ from atoll.coordinator.rpc.client import CoordinatorClient
 from atoll.coordinator.rpc.messages import ALIVE_S
 from atoll.coordinator.run.spec import RunSpec
 from atoll.coordinator.run.status import PeerStatus
-from atoll.optim.log.replica import log_id
+from atoll.optim.log.module import log_id
 from support import kit
 
 STAGE, OTHER = "stage-1", "stage-2"

@@ -20,7 +20,8 @@ from atoll.dht.identity import Identity
 from atoll.dht.testing.memory import run_virtual
 from atoll.dht.testing.virtualtime import inline
 from atoll.optim.log.entry import Entry
-from atoll.optim.log.replica import LiveReplica, OnTaken, RecoveryError, Replica
+from atoll.optim.log.live_replica import LiveReplica, OnTaken, RecoveryError
+from atoll.optim.log.replica import Replica
 from atoll.optim.log.store import LogStore
 from atoll.peer.recovery.errors import NoDonor, NoWay
 from atoll.peer.recovery.ledger import LedgerRecovery

@@ -17,7 +17,7 @@ from atoll.coordinator.run.admission import Role
 from atoll.coordinator.run.spec import RunSpec
 from atoll.coordinator.run.status import PeerStatus
 from atoll.dht.identity import Identity
-from atoll.optim.log.replica import log_id
+from atoll.optim.log.module import log_id
 from support.kit import SPEC, Net, Swarm, answering
 
 FIRST, SECOND = "stage-1", "stage-2"

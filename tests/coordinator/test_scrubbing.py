@@ -12,8 +12,8 @@ from atoll.coordinator import scrubbing
 from atoll.coordinator.first_state import ROOT_FILE, ROOT_NOTE, FirstState
 from atoll.coordinator.run.keys import RunKeys
 from atoll.coordinator.scrubbing import PASS_S, STEP_S, Scrubbing
+from atoll.optim.log.live_replica import LiveReplica
 from atoll.optim.log.mending import reads_whole
-from atoll.optim.log.replica import LiveReplica
 from atoll.optim.state.outer_state import OuterState
 from support import kit
 from support.logs import Log, flip

@@ -18,7 +18,7 @@ from atoll.coordinator.run.keys import RunKeys
 from atoll.coordinator.run.spec import RunSpec, run_id
 from atoll.coordinator.service.server import LogFiles
 from atoll.optim.log.entry import StateRoot, genesis_chain
-from atoll.optim.log.replica import WHOLE, log_id
+from atoll.optim.log.module import WHOLE, log_id
 from atoll.optim.log.store import LogStore
 from support.kit import SPEC, Swarm, net, root_at
 

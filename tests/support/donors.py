@@ -7,7 +7,8 @@ import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 
 from atoll.coordinator.heads import AskHead, PeerHead
-from atoll.optim.log.replica import LiveReplica, Recovered, Replica
+from atoll.optim.log.live_replica import LiveReplica, Recovered
+from atoll.optim.log.replica import Replica
 from atoll.peer.recovery.recovery import Recovery
 from atoll.peer.recovery.sources import Source
 from atoll.peer.rounds.messages import PROTOCOL, Decided, Head

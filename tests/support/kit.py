@@ -32,7 +32,8 @@ from atoll.optim.log.entry import (
     sha256,
     vote_payload,
 )
-from atoll.optim.log.replica import WHOLE, Replay
+from atoll.optim.log.module import WHOLE
+from atoll.optim.log.replay import Replay
 from atoll.optim.log.store import StoreHead
 from atoll.optim.reduction.cells import body_of
 from atoll.optim.state.layout import Layout

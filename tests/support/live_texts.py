@@ -10,7 +10,7 @@ from atoll.dht.roster import PeerRecord, StagePlace
 from atoll.dht.scoped import transport_of
 from atoll.dht.testing.virtualtime import inline
 from atoll.optim.log.entry import Entry
-from atoll.optim.log.replica import Replay
+from atoll.optim.log.replay import Replay
 from atoll.optim.log.store import LOG_FILE, LogStore
 from atoll.peer.inference.client import LiveModel
 from atoll.peer.inference.served import ServedStage

@@ -19,7 +19,8 @@ from atoll.optim.log.entry import (
     root_payload,
     verify_key,
 )
-from atoll.optim.log.replica import Module, Replica
+from atoll.optim.log.module import Module
+from atoll.optim.log.replica import Replica
 from atoll.optim.log.store import LogStore
 from atoll.optim.methods import Method
 from atoll.optim.state import vectors

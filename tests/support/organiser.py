@@ -12,7 +12,7 @@ from atoll.coordinator.history import History
 from atoll.coordinator.run.spec import RunSpec
 from atoll.coordinator.run.status import RunStatus
 from atoll.coordinator.service.server import running
-from atoll.optim.log.replica import WHOLE
+from atoll.optim.log.module import WHOLE
 from atoll.optim.state.outer_state import OuterState
 from atoll.peer.daemon.reach.bootstrap import BootstrapNode
 from atoll.peer.training import opening

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import torch
 
+from atoll.optim.log.live_replica import Applied
 from atoll.optim.log.orders import RunSettings
-from atoll.optim.log.replica import Applied
 from atoll.optim.ranks import RankReducer, Ranks
 from atoll.peer.rounds.engine import Settled
 from atoll.peer.training.ranks import SeveralRanks

@@ -9,8 +9,9 @@ import torch
 
 from atoll.coordinator.run.spec import RunSpec
 from atoll.optim.log.entry import Elector, Entry, Member, Part, sha256
+from atoll.optim.log.live_replica import Applied
 from atoll.optim.log.orders import RunSettings
-from atoll.optim.log.replica import Applied, Replay
+from atoll.optim.log.replay import Replay
 from atoll.optim.log.store import LogStore
 from atoll.optim.reducer import Contribution
 from atoll.optim.state.layout import CELL, Layout

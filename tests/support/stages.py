@@ -4,7 +4,7 @@ import torch
 
 from atoll.coordinator.checkpoints import Checkpoint, save_checkpoint
 from atoll.coordinator.run.spec import RunSpec
-from atoll.optim.log.replica import log_id
+from atoll.optim.log.module import log_id
 from atoll.optim.state.outer_state import OuterState
 from atoll.peer.training.opening import first_state
 from atoll.peer.training.permission import Allowed

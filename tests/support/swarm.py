@@ -32,16 +32,11 @@ from atoll.optim.log.entry import (
     genesis_chain,
     sha256,
 )
+from atoll.optim.log.live_replica import LiveReplica, Recovered, RecoveryError
+from atoll.optim.log.module import Module
 from atoll.optim.log.orders import Change, Order, RunSettings, read_settings, sign_order
-from atoll.optim.log.replica import (
-    LiveReplica,
-    Module,
-    Recovered,
-    RecoveryError,
-    Replay,
-    Replica,
-    with_codec,
-)
+from atoll.optim.log.replay import Replay, with_codec
+from atoll.optim.log.replica import Replica
 from atoll.optim.log.store import LogStore
 from atoll.optim.reduction.contribution import Offer, work_weight
 from atoll.optim.reduction.robust import Rule

@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any
 
 from atoll.coordinator.run.spec import RunSpec
-from atoll.optim.log.replica import WHOLE
+from atoll.optim.log.module import WHOLE
 from atoll.optim.state.layout import Layout
 from atoll.optim.state.outer_state import OuterState
 from atoll.peer.daemon.consent import Consent, RunTerms

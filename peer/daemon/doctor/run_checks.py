@@ -26,7 +26,7 @@ from atoll.dht.node import Node
 from atoll.dht.roster import RosterError
 from atoll.dht.transport import TransportError
 from atoll.dht.upnp import Forwarding
-from atoll.optim.log.replica import WHOLE
+from atoll.optim.log.module import WHOLE
 from atoll.peer.daemon.consent import NoRoom, expect_room, needs_of, round_bytes
 from atoll.peer.daemon.doctor.health import (
     Finding,

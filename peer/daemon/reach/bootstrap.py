@@ -27,7 +27,7 @@ from atoll.dht.roster import RecordError, RosterError
 from atoll.dht.scoped import roster_of, transport_of
 from atoll.dht.tasks import Tasks
 from atoll.dht.transport import TransportError
-from atoll.optim.log.replica import ReplicaView
+from atoll.optim.log.standing import ReplicaView
 from atoll.peer.daemon.membership import addresses_to_keep
 from atoll.peer.daemon.reach.neighbours import ADDRESSES_KEPT, PortInUse, free_port
 from atoll.peer.daemon.reach.relocations import LOOK_S as TELL_S

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from atoll.compression.base import Codec
 from atoll.optim.log.entry import Entry
-from atoll.optim.log.replica import Applied
+from atoll.optim.log.live_replica import Applied
 from atoll.optim.methods.base import Method
 from atoll.optim.methods.worker import Worker
 from atoll.optim.reducer import Commit, Contribution

@@ -16,7 +16,7 @@ from typing import Any
 from atoll.coordinator.run.status import EVENTS, HISTORY
 from atoll.dht.testing.memory import MemoryNetwork, MemoryStream, MemoryTransport
 from atoll.optim.log.entry import Entry
-from atoll.optim.log.replica import LiveReplica
+from atoll.optim.log.live_replica import LiveReplica
 from atoll.optim.methods.windows import MOST_NEWEST
 from atoll.peer.daemon.reporting import KEPT_KEYS, MAX_KEPT
 from atoll.peer.gossip.invitations import KEPT_IDS as INVITED_IDS

@@ -21,6 +21,7 @@ from atoll.coordinator.rpc.orders import OrderClient
 from atoll.coordinator.run.keys import RunKeys
 from atoll.dht.identity import Identity
 from atoll.optim.log.entry import Entry, LogError
+from atoll.optim.log.live_replica import LiveReplica
 from atoll.optim.log.orders import (
     Change,
     Order,
@@ -38,7 +39,6 @@ from atoll.optim.log.orders import (
     StopRun,
     sign_order,
 )
-from atoll.optim.log.replica import LiveReplica
 from atoll.peer.lab.hunt.machines import Machine, PeerMachine
 from atoll.peer.lab.hunt.plans import PlannedFault
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from atoll.optim.inprocess.gossip import Met
-from atoll.optim.log.replica import Applied, LiveReplica
+from atoll.optim.log.live_replica import Applied, LiveReplica
 from atoll.optim.state.outer_state import OuterState
 from atoll.peer.daemon.keeping import KeptBallots
 from atoll.peer.gossip.invitations import Invitee

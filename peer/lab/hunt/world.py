@@ -52,8 +52,9 @@ from atoll.dht.testing.memory import MemoryNetwork, MemoryTransport
 from atoll.dht.transport import Check, TransportError
 from atoll.optim.log import entry as log_entry
 from atoll.optim.log.entry import sha256
+from atoll.optim.log.live_replica import LiveReplica
 from atoll.optim.log.orders import ReadmitPeer, ResumeRun, RunSettings
-from atoll.optim.log.replica import DISK_ERRORS, LiveReplica
+from atoll.optim.log.replica import DISK_ERRORS
 from atoll.optim.log.store import StoreCorrupt
 from atoll.optim.state.layout import Layout
 from atoll.optim.state.outer_state import OuterState

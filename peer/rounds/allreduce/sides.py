@@ -30,7 +30,7 @@ from atoll.dht.refusals import RefusalCode
 from atoll.dht.tasks import Tasks, beside, end
 from atoll.dht.transport import DeadlineExceeded, PeerUnreachable, Refused, Stream, TransportError
 from atoll.optim.log.entry import MalformedRecord
-from atoll.optim.log.replica import Compute
+from atoll.optim.log.live_replica import Compute
 from atoll.optim.reduction.cells import LENGTH, Bytes, pack
 from atoll.optim.reduction.lowrank import Factors, LowRankCells
 from atoll.optim.state.updates import Update

@@ -18,7 +18,7 @@ from atoll.coordinator.run.spec import RunSpec
 from atoll.coordinator.run.spec import run_id as spec_run_id
 from atoll.coordinator.service.server import MANY_EPOCHS
 from atoll.coordinator.signing import EpochSigner, read_signed
-from atoll.optim.log.replica import log_id
+from atoll.optim.log.module import log_id
 from atoll.optim.log.store import LOG_FILE, StoreHead
 from support.copies import ROUNDS, Run, past, run_template
 from support.kit import SPEC, Swarm, net

@@ -30,7 +30,7 @@ from atoll.coordinator.relocating import RELOCATION_FILE, RESTORE_FILE
 from atoll.coordinator.run.spec import RunSpec
 from atoll.coordinator.service.server import MANY_EPOCHS
 from atoll.coordinator.signing import EpochSigner, read_signed
-from atoll.optim.log.replica import log_id
+from atoll.optim.log.module import log_id
 from atoll.optim.state.outer_state import OuterState
 from support.copies import ROUNDS, Run, opened, past, run_template, writer_of
 from support.kit import SPEC, Net, Swarm, genesis, net, run

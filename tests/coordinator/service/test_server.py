@@ -36,7 +36,7 @@ from atoll.coordinator.service.server import (
     running,
     serve,
 )
-from atoll.optim.log.replica import LiveReplica
+from atoll.optim.log.live_replica import LiveReplica
 from atoll.optim.log.store import StoreCorrupt
 from support.forks import Forked
 

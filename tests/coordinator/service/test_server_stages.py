@@ -17,7 +17,8 @@ from atoll.coordinator.rpc.client import CoordinatorClient
 from atoll.coordinator.rpc.client_errors import CoordinatorError
 from atoll.coordinator.run.invite import Invite
 from atoll.coordinator.run.spec import RunSpec
-from atoll.optim.log.replica import Replay, log_id
+from atoll.optim.log.module import log_id
+from atoll.optim.log.replay import Replay
 from atoll.optim.state import mapped, vectors
 from atoll.optim.state.layout import Layout
 from atoll.optim.state.outer_state import OuterState

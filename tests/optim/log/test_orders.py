@@ -18,6 +18,7 @@ from atoll.optim.log.entry import (
     MalformedRecord,
     place_before,
 )
+from atoll.optim.log.module import log_id
 from atoll.optim.log.orders import (
     MAX_EVICTED,
     MAX_PENDING,
@@ -42,7 +43,8 @@ from atoll.optim.log.orders import (
     read_settings,
     sign_order,
 )
-from atoll.optim.log.replica import Replay, Replica, log_id, with_codec
+from atoll.optim.log.replay import Replay, with_codec
+from atoll.optim.log.replica import Replica
 from atoll.optim.reducer import Course
 from atoll.optim.reduction.cells import UpdateError
 from support import kit

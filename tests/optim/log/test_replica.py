@@ -32,7 +32,9 @@ from atoll.optim.log.entry import (
     root_payload,
     verify_claims,
 )
-from atoll.optim.log.replica import LiveReplica, NotNext, Replica
+from atoll.optim.log.live_replica import LiveReplica
+from atoll.optim.log.replica import Replica
+from atoll.optim.log.standing import NotNext
 from atoll.optim.reduction.cells import Cells, UpdateError
 from atoll.optim.state.outer_state import OuterState
 from support import kit

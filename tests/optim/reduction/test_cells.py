@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from atoll.compression import CodecError, parse
-from atoll.optim.log.replica import Replay
+from atoll.optim.log.replay import Replay
 from atoll.optim.methods import parse as parse_method
 from atoll.optim.reduction.cells import (
     LENGTH,

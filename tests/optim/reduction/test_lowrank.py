@@ -5,7 +5,7 @@ import torch
 
 from atoll.compression.powersgd import orthonormal
 from atoll.optim.inprocess.rounds import InProcessGroup, LowRankReduction
-from atoll.optim.log.replica import Replay
+from atoll.optim.log.replay import Replay
 from atoll.optim.methods import parse
 from atoll.optim.reducer import Contribution
 from atoll.optim.reduction.lowrank import cold, rank_of, warm_numel

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from atoll.optim.log.replica import Replay
+from atoll.optim.log.replay import Replay
 from atoll.optim.methods import parse
 from atoll.optim.state import halves
 from atoll.optim.state.layout import Layout

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from atoll.optim.log.replica import Replay
+from atoll.optim.log.replay import Replay
 from atoll.optim.methods import MethodError, parse
 from atoll.optim.state import halves
 from atoll.optim.state.layout import Layout

@@ -6,7 +6,7 @@ import torch
 from atoll.compression import parse
 from atoll.compression.sparse import Sparse
 from atoll.optim import methods
-from atoll.optim.log.replica import cells_of
+from atoll.optim.log.replay import cells_of
 from atoll.optim.reduction.cells import Cells, UpdateError, body_of
 from atoll.optim.reduction.sparse_mean import SparseMean
 from atoll.optim.state import layout as cuts

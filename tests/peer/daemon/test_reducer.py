@@ -12,8 +12,8 @@ import torch
 from atoll.compression import CodecError, parse
 from atoll.coordinator.run.spec import RunSpec
 from atoll.optim import DiLoCo
+from atoll.optim.log.live_replica import Applied
 from atoll.optim.log.orders import RunSettings
-from atoll.optim.log.replica import Applied
 from atoll.optim.reducer import Course
 from atoll.optim.reduction.contribution import Feedback, WorkRefused
 from atoll.optim.state import layout as cuts

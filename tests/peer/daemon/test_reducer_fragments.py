@@ -4,8 +4,8 @@ import threading
 import time
 
 from atoll.coordinator.run.spec import RunSpec
+from atoll.optim.log.live_replica import Applied
 from atoll.optim.log.orders import RunSettings
-from atoll.optim.log.replica import Applied
 from atoll.optim.state.layout import CELL, Layout
 from atoll.peer.daemon.log_run import HIDDEN_STALLS, hidden_patience_s
 from support.reducer_bench import ME, OTHER, contribution, decided, of_fragment, state

@@ -12,7 +12,7 @@ import pytest
 
 from atoll.coordinator.run.spec import RunSpec
 from atoll.coordinator.run.status import ModuleStatus
-from atoll.optim.log.replica import WHOLE
+from atoll.optim.log.module import WHOLE
 from atoll.peer.cli import demo as demo_command
 from atoll.peer.cli import main as cli
 from atoll.peer.cli.demo import carry_out

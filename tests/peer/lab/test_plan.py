@@ -10,7 +10,7 @@ from torch import nn
 
 from atoll.coordinator.run.spec import RunSpec
 from atoll.optim import in_process, methods
-from atoll.optim.log.replica import cells_of
+from atoll.optim.log.replay import cells_of
 from atoll.optim.reduction.cells import LENGTH, TERM
 from atoll.optim.state.layout import Layout, codec_of
 from atoll.peer.lab import plan

@@ -15,7 +15,7 @@ import pytest
 from atoll.coordinator.run.keys import RunKeys
 from atoll.dht.transport import PeerUnreachable
 from atoll.optim.log.entry import Entry
-from atoll.optim.log.replica import LiveReplica, Recovered
+from atoll.optim.log.live_replica import LiveReplica, Recovered
 from atoll.optim.state import vectors
 from atoll.peer.recovery.errors import NoDonor
 from atoll.peer.recovery.leaves import Leaves

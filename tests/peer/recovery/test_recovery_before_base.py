@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from atoll.coordinator.run.keys import RunKeys
-from atoll.optim.log.replica import LiveReplica, Recovered, Replica
+from atoll.optim.log.live_replica import LiveReplica, Recovered
+from atoll.optim.log.replica import Replica
 from atoll.peer.recovery.recovery import Recovery
 from atoll.peer.recovery.sources import Source
 from support import kit

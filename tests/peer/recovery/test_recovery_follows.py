@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from atoll.coordinator.run.keys import RunKeys
-from atoll.optim.log.replica import LiveReplica
+from atoll.optim.log.live_replica import LiveReplica
 from atoll.peer.recovery.recovery import Recovery
 from support import kit
 from support.logs import Log, LogSource, open_replica

@@ -8,7 +8,7 @@ import pytest
 from atoll.coordinator.run.keys import RunKeys
 from atoll.dht.testing import MemoryBoard
 from atoll.dht.testing.memory import run_virtual
-from atoll.optim.log.replica import LiveReplica
+from atoll.optim.log.live_replica import LiveReplica
 from atoll.peer.recovery.errors import NoWay
 from atoll.peer.recovery.recovery import Recovery
 from atoll.peer.recovery.sources import RosterSources

@@ -6,7 +6,7 @@ import torch
 from atoll.compression import CodecError, parse
 from atoll.dht.testing.virtualtime import run_virtual
 from atoll.optim.log.entry import Entry
-from atoll.optim.log.replica import Replay
+from atoll.optim.log.replay import Replay
 from atoll.optim.methods import parse as parse_method
 from atoll.optim.reduction.cells import unpack
 from atoll.optim.state.layout import Layout, codec_of

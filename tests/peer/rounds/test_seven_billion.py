@@ -26,7 +26,7 @@ from atoll.optim.log.entry import (
     certified_roots,
     verify_linked,
 )
-from atoll.optim.log.replica import Replay
+from atoll.optim.log.replay import Replay
 from atoll.optim.log.store import CHUNK_BYTES, SnapshotFile, SnapshotInfo, StoreHead
 from atoll.optim.state.layout import CELL, Layout
 from atoll.optim.state.outer_state import LEAF_BYTES, leaf_digest, merkle_root, snapshot_bytes

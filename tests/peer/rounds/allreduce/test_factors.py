@@ -11,7 +11,7 @@ from atoll.dht.testing.virtualtime import run_virtual
 from atoll.optim import methods
 from atoll.optim.inprocess.rounds import LowRankReduction
 from atoll.optim.log.entry import Entry
-from atoll.optim.log.replica import Replay
+from atoll.optim.log.replay import Replay
 from atoll.optim.reducer import Contribution
 from atoll.optim.reduction.cells import pack, unpack
 from atoll.optim.reduction.lowrank import Factors, LowRankCells, rank_of, warm_numel

@@ -16,7 +16,7 @@ from atoll.optim.log.live_replica import Compute
 from atoll.optim.state import vectors
 from atoll.peer.recovery.sources import FETCH_ERRORS, Donor
 
-BODIES_AHEAD_BYTES = 64 << 20  # under way or waiting for its turn; a larger body comes alone
+BODIES_AHEAD_BYTES = 64 << 20  # on their way or waiting; of larger bodies one at a time comes
 BODIES_AHEAD = 6
 STREAMS = 6  # at once: what a link of 100 Mbit/s at 100 ms takes
 PIECE_BYTES = 4 << 20  # of parts that are asked for together; a larger part comes alone
@@ -105,7 +105,9 @@ class Bodies:
             PeerUnreachable: no donor has all of it.
         """
         self._fetch_from(entry.position)
-        return await self._tasks.pop(entry.position)
+        body = await self._tasks.pop(entry.position)
+        self._fetch_from(entry.position + 1)  # while the caller applies this one
+        return body
 
     def after(self, entry: Entry) -> int:
         """Return how many entries come after one."""

@@ -29,7 +29,7 @@ LEDGER_SNAPSHOTS = 2  # that a coordinator keeps beside the first state, which s
 # before that still goes to the coordinator.
 PEER_BODIES = 4
 # A recovery has bodies under way or waiting for their turn: so many, or so many bytes if that is
-# less. A larger one comes alone (`atoll.peer.recovery.bodies`).
+# less. Of larger ones one comes at a time (`atoll.peer.recovery.bodies`).
 BODIES_AHEAD = 6
 BODIES_AHEAD_BYTES = 64 << 20
 # By gossip: the window's result, what both sides decode of each other, and six within the step:
@@ -249,7 +249,8 @@ def recovery_bytes(
     behind = in_memory * 2 * state + (vector if method.residual > 0 else 0)
     longest = max(bodies)
     ahead = min(BODIES_AHEAD * longest, max(BODIES_AHEAD_BYTES, longest))
-    joins = in_memory * mapped_bytes(method, weights.layout) + ahead + model_bytes
+    bodies_bytes = ahead + longest  # the last is applied
+    joins = in_memory * mapped_bytes(method, weights.layout) + bodies_bytes + model_bytes
     return PEER_PROCESS_BYTES + max(behind, joins)
 
 

@@ -279,6 +279,22 @@ def test_large_bodies_are_fetched_one_at_a_time(monkeypatch):
     assert run_virtual(main(300)) == 1
 
 
+def test_the_next_body_comes_while_one_is_applied(monkeypatch):
+    monkeypatch.setattr(bodies, "BODIES_AHEAD_BYTES", 1)
+
+    async def main():
+        source, loop = SlowSource(name="x"), asyncio.get_running_loop()
+        entries = [entry(p) for p in range(5)]
+        async with bodies_of(entries, [donor(source)], []) as some:
+            for each in entries:
+                await some.of(each)
+                await asyncio.sleep(2 * FETCH_S)  # it is applied
+        assert source.most == 1
+        return loop.time()
+
+    assert run_virtual(main()) == FETCH_S + 5 * 2 * FETCH_S
+
+
 def test_what_is_under_way_is_given_up_with_the_rest():
     async def main():
         source = SlowSource(name="x")

@@ -85,7 +85,9 @@ def test_a_peer_that_leaps_holds_two_states():
     model = bare_model(spec)
     needs, numel = needed(spec, model, 2), Layout.of(model).numel
     # One that joins has one, the update, its model on the way to the device, and bodies.
-    assert needs.host_memory(on_gpu=True) == PEER_PROCESS_BYTES + 16 * numel + BODIES_AHEAD_BYTES
+    (body,) = (f.body_bytes for f in sizes_of(spec.method(), Layout.of(model)))
+    joins = PEER_PROCESS_BYTES + 16 * numel + BODIES_AHEAD_BYTES + body
+    assert needs.host_memory(on_gpu=True) == joins
     assert needs.recovery_memory == PEER_PROCESS_BYTES + 32 * numel
     assert needs.host_memory(on_gpu=False) >= needs.recovery_memory > needs.peer_memory
     keeps_it = needed(spec_of("diloco", "30m"), model, 2)
@@ -98,7 +100,8 @@ def test_a_peer_that_joins_has_bodies_that_come_ahead():
     spec = spec_of("diloco(state=bf16)", "nano")
     weights = Weights.of(spec.method(), bare_model(spec))
     numel = weights.layout.numel
-    for body, bodies in ((numel, 6 * numel), (48 << 20, 64 << 20), (80 << 20, 80 << 20)):
+    # With the one that is applied.
+    for body, bodies in ((numel, 7 * numel), (48 << 20, 112 << 20), (80 << 20, 160 << 20)):
         joins = PEER_PROCESS_BYTES + (6 + 4) * numel + bodies
         assert recovery_bytes(spec.method(), weights, bodies=[body]) == joins
 
@@ -123,7 +126,8 @@ def test_a_state_on_a_disk_leaves_what_a_round_makes(state):
     assert on_host == left - needs.inner_memory
     # One that fetches a state has no more than its bodies and residual in memory.
     fetching = needs.recovery_memory - needs.recovery_state
-    assert fetching <= PEER_PROCESS_BYTES + 20 * numel + BODIES_AHEAD_BYTES
+    longest = max(f.body_bytes for f in sizes_of(spec.method(), Layout.of(model)))
+    assert fetching <= PEER_PROCESS_BYTES + 20 * numel + BODIES_AHEAD_BYTES + longest
 
 
 def test_what_waits_in_a_step_is_what_a_peer_keeps(monkeypatch):

@@ -59,6 +59,7 @@ from atoll.optim.state.outer_state import (
 )
 
 PAGE = 64  # entries read at once
+MAX_POSITION = 2**63 - 1  # as SQLite has them; a stranger may ask for more
 SCHEMA_VERSION = 2  # of tables and digests; in `user_version`, where 0 means a new file
 LOG_FILE = "log.sqlite"  # in the directory of a log
 CHUNK_BYTES = 1 << 20  # a row of a body: SQLite reads whole rows
@@ -635,8 +636,11 @@ class LogStore:
         """Return at most `count` entries from `start` on, without bodies."""
         columns = "epoch, position, entry, certificate, chain, body_bytes, has_body"
         query = f"SELECT {columns} FROM entries WHERE position >= ? AND position < ? ORDER BY 2"
+        stop = min(start + count, MAX_POSITION)
+        if start >= stop:
+            return []
         with self._lock:
-            rows = self._db.execute(query, (start, start + count)).fetchall()
+            rows = self._db.execute(query, (start, stop)).fetchall()
             unwritten = set(self._unwritten)
         return [_record(row, is_unwritten=row[1] in unwritten) for row in rows]
 

@@ -78,7 +78,7 @@ class Bodies:
         self._asked = Counter[str]()
         """pieces under way, by donor"""
         self._failures = Counter[str]()
-        """entries of which a donor did not give some, by donor"""
+        """of late, by donor: entries of which it failed to give a piece"""
 
     async def __aenter__(self) -> Self:
         """Begin without fetching anything."""
@@ -104,6 +104,9 @@ class Bodies:
         Raises:
             PeerUnreachable: no donor has all of it.
         """
+        early = self._tasks.get(entry.position)
+        if early is not None and early.done() and early.exception() is not None:
+            del self._tasks[entry.position]  # nobody had it then
         self._fetch_from(entry.position)
         body = await self._tasks.pop(entry.position)
         self._fetch_from(entry.position + 1)  # while the caller applies this one
@@ -151,6 +154,7 @@ class Bodies:
                 try:
                     await donor.source.body(entry.position, piece.start, into)
                     await self._compute(split_parts, entry, piece.parts, into)
+                    self._failures[donor.name] //= 2
                     return donor.name
                 except FETCH_ERRORS as error:
                     self._note_failure(entry, donor, error, failed)
@@ -159,9 +163,9 @@ class Bodies:
         raise PeerUnreachable(f"no peer has the body of entry {entry.position}")
 
     def _next(self, entry: Entry, piece: BodyPiece, failed: set[str]) -> Donor | None:
-        """Return the donor that failed least, and of these the one that is asked for least."""
+        """Return the donor with the fewest pieces under way and failures, but those that failed."""
         left = [d for d in holders(entry, piece, self._donors) if d.name not in failed]
-        return min(left, key=lambda d: (self._failures[d.name], self._asked[d.name]), default=None)
+        return min(left, key=lambda d: self._asked[d.name] + self._failures[d.name], default=None)
 
     def _note_failure(self, entry: Entry, donor: Donor, error: Exception, failed: set[str]) -> None:
         if donor.name not in failed:  # once for an entry, however many of its pieces were asked for

@@ -313,8 +313,8 @@ class Recovery:
             return False
         async with self._bodies(claims, sources) as bodies:
             for claim in claims:
-                if not replica.is_disproved:  # by the entry before
-                    await self._apply(claim, bodies, used)
+                if not replica.is_disproved and await self._apply(claim, bodies, used):
+                    used.add(furthest.name)  # an entry may have no body that anybody gives
         return bool(claims)
 
     def _bodies(self, claims: Sequence[Claim], donors: Sequence[Donor]) -> Bodies:
@@ -392,20 +392,23 @@ class Recovery:
             stop, chain = first, claims[0].entry.previous_chain
         return claims
 
-    async def _apply(self, claim: Claim, bodies: Bodies, used: set[str]) -> None:
+    async def _apply(self, claim: Claim, bodies: Bodies, used: set[str]) -> bool:
+        """Apply an entry; False if that is done."""
         entry, replica = claim.entry, self._replica
         if replica.position > entry.position:
-            return
+            return False
         # Beside a state that is kept until its snapshot is written, the next one would take as much
         # memory again. The bodies after it come meanwhile.
         await replica.saved()
         try:
             body = await bodies.of(entry)
-            if await replica.accept_claim(claim, body.data, self._on_taken):
-                used |= body.givers
-                self._on_progress("replay", bodies.after(entry))
+            if not await replica.accept_claim(claim, body.data, self._on_taken):
+                return False
         except FETCH_ERRORS as error:
             raise NoDonor(f"entry {entry.position}: {error}") from error
+        used |= body.givers
+        self._on_progress("replay", bodies.after(entry))
+        return True
 
     # a snapshot, then the log
 

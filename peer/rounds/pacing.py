@@ -12,10 +12,10 @@ of some rounds. Now and then a round searches for more than that (the idea of BB
 then measures. Nor is one whose rounds are too short for a reading: nothing would find a pace that
 is too low. Codes that leave up front and the rest of their round are one reading, with a pause.
 
-What joiners read here yields to rounds (`Link.spare`). An owner may cap the link (`Link.cap`). Then
-no pace exceeds a part of the cap, and the rest is for other bulk (`Throttle`): what joiners read,
-and entries for the coordinator. A part of its own lets neither starve the other. What is asked of
-others (`Inflow`) has what rounds leave of the cap on the way in.
+What joiners read here yields to rounds (`Link.yield_to_rounds`). An owner may cap the link
+(`Link.cap`). Then no pace exceeds a part of the cap, and the rest is for other bulk (`Throttle`):
+what joiners read, and entries for the coordinator. A part of its own lets neither starve the other.
+What is asked of others (`Inflow`) has what rounds leave of the cap on the way in.
 
 No more than `QUEUE_S` of a round's bytes may queue beyond what is under way for a round trip,
 however wrong the rate. Round trips are those of questions that peers answer at once, the least of
@@ -26,6 +26,7 @@ If next to nothing is confirmed for as long as a queue and a round trip last, th
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import heapq
 import math
 from collections import deque
@@ -70,9 +71,6 @@ LIVE_SHARE = 1 / 16
 # coordinator get 1 MiB each within their patience.
 SPARE_SHARE = 1 / 3
 LEAST_READERS, READER_MBIT_S = 2, 0.6  # a reader gives up on a donor below 64 kB/s
-# Of an uplink without a cap, for what joiners read while a round has more to send: all who train
-# wait for that round. Not nothing, since a round that fills its window sends without an end.
-YIELDED_SHARE = 0.1
 
 
 Order = tuple[int, ...]
@@ -172,12 +170,6 @@ class Pacer:
         waits = self._in_flight - confirmed >= self.limits.least_bytes / 2
         return bool(self._turns) or (granted and waits and self.rate_mbit_s is None)
 
-    @property
-    def has_bulk(self) -> bool:
-        """Return whether messages wait for their turns, or much that had one is on its way."""
-        is_under_way = self._is_read and self._in_flight >= self.limits.least_bytes
-        return bool(self._turns) or is_under_way
-
     def turn(self, num_bytes: int, order: Order) -> asyncio.Future[None]:
         """Return a future that is done when so many bytes may be sent; cancel it to give it up."""
         granted = asyncio.get_running_loop().create_future()
@@ -242,10 +234,11 @@ class Link:
         """for what is asked of others: states, updates, parts"""
         self.outflow = Throttle()
         """for bulk that is no part of a round or a pass"""
-        self._yielding = asyncio.Lock()
         self._most_mbit_s = math.inf
         self._round_trips: dict[str, deque[float]] = {}
         self._watches: set[LinkReading] = set()
+        self._unwatched = asyncio.Event()
+        self._unwatched.set()
         self._stretches: list[list[Sample]] = []
         """what was read since something was learned last, without its pauses"""
         self._last: Sample | None = None
@@ -278,21 +271,15 @@ class Link:
         self.outflow.rate_mbit_s = SPARE_SHARE * most
         self._set_pace()
 
-    async def spare(self, num_bytes: int) -> None:
-        """Wait until so many bytes may leave that no round needs: those that joiners read.
+    async def yield_to_rounds(self, at_most_s: float) -> None:
+        """Wait while a round sends, but no longer than so: what joiners read is in less of a hurry.
 
-        They yield to a round that has more to send, but for a share of the link. Under a cap they
-        have a part of their own, and rounds have theirs.
+        Under a cap it need not wait. It has a part of its own, and rounds have theirs.
         """
-        if self.outflow.is_limited:
-            await self.outflow.take(num_bytes)
-            return
-        async with self._yielding:
-            loop = asyncio.get_running_loop()
-            rate_mbit_s = max(YIELDED_SHARE * self.uplink_mbit_s, LEAST_READERS * READER_MBIT_S)
-            until_s = loop.time() + num_bytes * BITS / rate_mbit_s
-            while self._watches and self.pacer.has_bulk and loop.time() < until_s:
-                await asyncio.sleep(SAMPLE_S)
+        if not self.outflow.is_limited:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(max(0.0, at_most_s)):
+                    await self._unwatched.wait()
 
     @property
     def max_readers(self) -> int:
@@ -336,6 +323,7 @@ class Link:
             self._begin_reading(transport)
         watch = LinkReading(self)
         self._watches.add(watch)
+        self._unwatched.clear()
         return watch
 
     def unwatch(self, watch: LinkReading, *, learns: bool = True) -> None:
@@ -351,6 +339,7 @@ class Link:
                 self.learn(stretches)
         self._watches.remove(watch)
         if not self._watches:
+            self._unwatched.set()
             self._stretches = [] if learns else self._stretches
             self._end_reading()
 

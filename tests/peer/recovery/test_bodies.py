@@ -208,12 +208,45 @@ def test_a_donor_that_fails_is_told_and_another_one_gives():
     run_virtual(main())
 
 
-def test_a_donor_that_failed_is_asked_last_afterwards():
+def test_a_donor_that_fails_is_hardly_asked_afterwards():
     async def main():
         broken, failures = SlowSource(name="x", gives=False), []
         donors = [donor(broken), donor(SlowSource(name="y"))]
-        await take_all([entry(p) for p in range(4 * BODIES_AHEAD)], donors, failures)
-        assert len(broken.asked) == len(failures) == BODIES_AHEAD / 2
+        await take_all([entry(p) for p in range(10 * BODIES_AHEAD)], donors, failures)
+        assert len(broken.asked) == len(failures) <= STREAMS
+
+    run_virtual(main())
+
+
+def test_one_failure_is_forgotten():
+    async def main():
+        entries, failures = [entry(p) for p in range(10 * BODIES_AHEAD)], []
+        fast, slow = SlowSource(name="fast", gives=False), SlowSource(name="slow")
+        slow.took_s = 4 * FETCH_S
+        loop = asyncio.get_running_loop()
+        loop.call_later(1.5 * FETCH_S, setattr, fast, "gives", True)
+        await take_all(entries, [donor(fast), donor(slow)], failures)
+        assert {name for name, _ in failures} == {"fast"}
+        assert len(fast.asked) > 3 * BODIES_AHEAD
+
+    run_virtual(main())
+
+
+def test_what_nobody_had_ahead_of_its_turn_is_asked_for_again():
+    async def main():
+        source, failures = SlowSource(name="x"), []
+        entries = [entry(p) for p in range(3)]
+        async with bodies_of(entries, [donor(source)], failures) as some:
+            source.gives = False
+            some.begin()
+            await asyncio.sleep(2 * FETCH_S)
+            assert {name for name, _ in failures} == {"x"}
+            source.gives = True
+            for each in entries[:2]:
+                assert (await some.of(each)).data == body_of(each.position, (100,))
+            source.gives = False
+            with pytest.raises(PeerUnreachable):
+                await some.of(entries[2])
 
     run_virtual(main())
 

@@ -226,3 +226,20 @@ def test_a_donor_that_sends_other_bodies_is_left_for_another(log: Log) -> None:
     assert recovered is not None
     assert told and all("has another digest" in text for text in told)
     expect_caught_up(log)
+
+
+def test_entries_without_a_body_are_a_recovery_too(log: Log) -> None:
+    """Somebody waits to be told; nobody gave any bytes but headers."""
+    log.late.store.close()
+    log.late = log.open("later", is_ledger=False)
+    log.late.adopt(log.whole.epoch_record)
+    for claim, body in log.entries:
+        log.late.accept(claim, body)
+    entry = log.swarm.null(log.run_id, log.whole.head)
+    claim = log.whole.check(entry, log.swarm.certify(entry))
+    log.whole.accept(claim, b"")
+    log.entries.append((claim, b""))
+    recovered, _ = recover(log, LogSource(log, name="a", first_body=0, snapshots=()))
+    assert recovered is not None
+    assert (recovered.entries, recovered.donors) == (1, ("a",))
+    expect_caught_up(log)

@@ -5,14 +5,15 @@ from types import SimpleNamespace
 
 import pytest
 
-from atoll.dht.testing.memory import run_virtual
+from atoll.dht.tasks import end
+from atoll.dht.testing.memory import MemoryNetwork, run_virtual
 from atoll.dht.transport import PeerUnreachable, Refused
 from atoll.optim.log.entry import MalformedRecord, sha256
 from atoll.optim.state import vectors
 from atoll.optim.state.outer_state import LEAF_BYTES
 from atoll.peer.rounds import fetching
 from atoll.peer.rounds.bulk import BITS
-from atoll.peer.rounds.fetching import fetch_body, fetch_headers, fetch_leaves, fetch_part
+from atoll.peer.rounds.fetching import Archive, fetch_body, fetch_headers, fetch_leaves, fetch_part
 from atoll.peer.rounds.messages import LeafRequest, Span, deflated, inflated
 from atoll.peer.rounds.pacing import DECLARED_SHARE, SPARE_SHARE, Link
 from support.strikes import passed
@@ -103,20 +104,90 @@ def test_what_a_round_needs_does_not_yield_to_it(tmp_path, monkeypatch):
         await swarm.until(lambda: passed(peers, 4))
         donor, asking = peers[:2]
         await donor.replica.saved()
-        yielded, name = list[int](), donor.identity.peer_id
+        monkeypatch.setattr(fetching, "PIECE_BYTES", 100)
+        yielded, name = list[float](), donor.identity.peer_id
 
-        async def spare(link, num_bytes):
-            yielded.append(num_bytes)
+        async def note(link, at_most_s):
+            yielded.append(at_most_s)
 
-        monkeypatch.setattr(Link, "spare", spare)
-        donor.ctx.parts.put(0, sha256(b"part"), b"part")
-        await fetch_part(asking.ctx, [name], sha256(b"part"), 4)
-        assert yielded == []
+        monkeypatch.setattr(Link, "yield_to_rounds", note)
         body = donor.replica.store.body(2)
+        donor.ctx.parts.put(0, sha256(body), body)
+        await fetch_part(asking.ctx, [name], sha256(body), len(body))
+        assert len(await fetch_headers(asking.ctx, name, 0, 4)) == 4
+        assert yielded == []
         await body_from(asking.ctx, name, 2, len(body))
-        assert sum(yielded) == len(body)
+        # The first message goes at once; those after it wait while the reader has had enough.
+        assert yielded and max(yielded) <= fetching.YIELD_STALLS * donor.ctx.settings.stall_s
 
     run_swarm(tmp_path, scenario)
+
+
+@pytest.mark.parametrize("uplink_mbit_s", [5.0, 10.0, 100.0])
+def test_joiners_read_beside_rounds_that_fill_their_windows(monkeypatch, uplink_mbit_s):
+    """A reader gives up on a donor below 64 kB/s, and after four stalls without a message."""
+
+    async def main():
+        net = MemoryNetwork(latency_s=0.025)
+        names, piece = ("donor", "reader", "member"), bytes(2 << 20)
+        ctxs = {name: bare_context(net, name, uplink_mbit_s, piece) for name in names}
+        donor, reader, member = ctxs.values()
+        monkeypatch.setattr(fetching, "checked_body", pieces_of)
+        Archive(donor).serve()
+        sent = [0]
+
+        async def sink(remote, stream):
+            while await stream.recv(timeout_s=1000.0) is not None:
+                pass
+
+        async def fill():
+            async with await donor.transport.open("member", "fill", timeout_s=5.0) as stream:
+                while True:
+                    await donor.link.pacer.turn(1 << 16, (0,))
+                    await stream.send(bytes(1 << 16), timeout_s=1000.0)
+                    sent[0] += 1 << 16
+
+        member.transport.serve_stream("fill", sink)
+        donor.link.declare(uplink_mbit_s)
+        donor.link.watch(donor.transport)
+        filling, loop = asyncio.create_task(fill()), asyncio.get_running_loop()
+        await asyncio.sleep(3.0)
+        began_s, before = loop.time(), sent[0]
+        into = [vectors.buffer(len(piece)) for _ in range(6)]
+        await asyncio.gather(*(fetch_body(reader, "donor", 7, 0, each) for each in into))
+        took_s = loop.time() - began_s
+        await end(filling, *donor.link._tasks._tasks, expected=(Exception,))
+        assert all(each == piece for each in into)
+        return (sent[0] - before) * BITS / took_s
+
+    round_mbit_s = run_virtual(main())
+    if uplink_mbit_s == 100.0:
+        assert round_mbit_s > 0.8 * uplink_mbit_s
+
+
+def pieces_of(body, position, start, stop):
+    for first in range(start, stop, 1 << 20):
+        yield body[first : min(first + (1 << 20), stop)]
+
+
+def bare_context(net, name, uplink_mbit_s, body):
+    """What an archive and a reader need, with one body at each position."""
+
+    async def at_once(function, *arguments):
+        return function(*arguments)
+
+    return SimpleNamespace(
+        transport=net.transport(name, uplink_bytes_s=uplink_mbit_s / BITS),
+        link=Link(),
+        settings=SimpleNamespace(stall_s=1.5),
+        compute=at_once,
+        replica=SimpleNamespace(store=body),
+        fault=lambda *_: None,
+        reading_door=lambda peer: None,
+        on_event=print,
+        roster=None,
+        known_epoch=None,
+    )
 
 
 class Donor:

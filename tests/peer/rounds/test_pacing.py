@@ -9,17 +9,12 @@ from atoll.dht.tasks import end
 from atoll.dht.testing.virtualtime import run_virtual as run
 from atoll.peer.rounds.pacing import (
     BURST_S,
-    DECLARED_SHARE,
-    LEAST_READERS,
     MIN_FLOW_IN_FLIGHT_BYTES,
     MIN_IN_FLIGHT_BYTES,
     QUEUE_S,
-    READER_MBIT_S,
     ROUND_TRIP_S,
     SAMPLE_S,
-    SPARE_SHARE,
     UNKNOWN_MBIT_S,
-    YIELDED_SHARE,
     Limits,
     Link,
     Pacer,
@@ -416,47 +411,27 @@ def test_bytes_to_the_dead_cost_one_round_little_and_later_ones_nothing(
     assert uplink_mbit_s > 0.9 * min(capacity_mbit_s, UNKNOWN_MBIT_S)
 
 
-def reading_s(*, sends_for_s, most_mbit_s=0.0, is_round=True):
-    """When each of four readers' messages may leave while something sends for so long."""
-
+@pytest.mark.parametrize(
+    ("round_s", "most_mbit_s", "waited_s"),
+    [(0.0, 0.0, 0.0), (1.0, 0.0, 1.0), (100.0, 0.0, 3.0), (100.0, 30.0, 0.0)],
+)
+def test_what_joiners_read_yields_to_a_round_for_a_while(round_s, most_mbit_s, waited_s):
     async def main():
         link, loop = Link(), asyncio.get_running_loop()
         link.cap(most_mbit_s)
-        link.declare(10.0)
-        if is_round:
-            link.watch(Counting(10.0))
+        if round_s:
+            watches = [link.watch(Counting(0.0)) for _ in range(2)]
+            loop.call_later(round_s / 2, watches[0].close)
+            loop.call_later(round_s, watches[1].pause)
+        began_s = loop.time()
+        await link.yield_to_rounds(3.0)
+        took_s = loop.time() - began_s
+        await link.yield_to_rounds(-1.0)
+        assert loop.time() - began_s == took_s
+        await end(*link._tasks._tasks)
+        return took_s
 
-        async def send():
-            while loop.time() < sends_for_s:
-                await link.pacer.turn(PIECE, (0,))
-
-        async def message():
-            await link.spare(PIECE)
-            return loop.time()
-
-        sending = [asyncio.create_task(send()) for _ in range(2)]
-        left = await asyncio.gather(*(message() for _ in range(4)))
-        await end(*sending, *link._tasks._tasks)
-        return left
-
-    return run(main())
-
-
-def test_what_joiners_read_yields_to_a_round():
-    share_s = PIECE * 8e-6 / (YIELDED_SHARE * 10.0)  # below the least: two readers' worth
-    assert share_s > (least_s := PIECE * 8e-6 / (LEAST_READERS * READER_MBIT_S))
-    held = reading_s(sends_for_s=100.0)
-    assert held == pytest.approx([n * least_s for n in range(1, 5)], abs=4 * SAMPLE_S)
-    assert all(at_s >= n * least_s for n, at_s in enumerate(held, 1))
-    freed = reading_s(sends_for_s=2.0)
-    assert 2 * least_s < freed[-1] < 2.0 + QUEUE_S + 2 * SAMPLE_S < 3 * least_s
-
-
-def test_what_joiners_read_waits_for_no_passes_and_under_a_cap_for_no_round():
-    assert reading_s(sends_for_s=100.0, is_round=False) == [0.0] * 4
-    third_s = PIECE * 8e-6 / (DECLARED_SHARE * SPARE_SHARE * 30.0)
-    capped = reading_s(sends_for_s=100.0, most_mbit_s=30.0)
-    assert capped == pytest.approx([n * third_s for n in range(1, 5)])
+    assert run(main()) == pytest.approx(waited_s)
 
 
 @pytest.mark.parametrize("learns", [True, False])

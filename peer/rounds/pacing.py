@@ -233,7 +233,7 @@ class Link:
         self.inflow = Inflow()
         """for what is asked of others: states, updates, parts"""
         self.outflow = Throttle()
-        """for bulk that is no part of a round or a pass"""
+        """for bulk beside rounds and passes: what is read here, and entries for the coordinator"""
         self._most_mbit_s = math.inf
         self._round_trips: dict[str, deque[float]] = {}
         self._watches: set[LinkReading] = set()

@@ -239,6 +239,9 @@ class Link:
         self._watches: set[LinkReading] = set()
         self._unwatched = asyncio.Event()
         self._unwatched.set()
+        self._unwatched_since_s = -math.inf
+        self._first_until_s = -math.inf
+        """until then the present round goes before what is read here"""
         self._stretches: list[list[Sample]] = []
         """what was read since something was learned last, without its pauses"""
         self._last: Sample | None = None
@@ -272,13 +275,16 @@ class Link:
         self._set_pace()
 
     async def yield_to_rounds(self, at_most_s: float) -> None:
-        """Wait while a round sends, but no longer than so: what joiners read is in less of a hurry.
+        """Wait while a round goes on, but no longer than so: all who train wait for it.
 
-        Under a cap it need not wait. It has a part of its own, and rounds have theirs.
+        A round goes first for as long as the link was without one before it. Where rounds follow
+        each other without a pause, what is read here shares the link with them: else a peer that
+        is behind would never catch up. Under a cap it has a part of its own, and need not wait.
         """
-        if not self.outflow.is_limited:
+        left_s = min(at_most_s, self._first_until_s - asyncio.get_running_loop().time())
+        if left_s > 0 and not self.outflow.is_limited:
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(max(0.0, at_most_s)):
+                async with asyncio.timeout(left_s):
                     await self._unwatched.wait()
 
     @property
@@ -316,6 +322,8 @@ class Link:
     def watch(self, transport: Transport) -> LinkReading:
         """Begin to read for a reduction, or for codes that leave before it."""
         if not self._watches:
+            now_s = asyncio.get_running_loop().time()
+            self._first_until_s = now_s + (now_s - self._unwatched_since_s)
             if not self._stretches and not self._is_attended:
                 self.pacer.restart()
                 self._last = None
@@ -340,6 +348,7 @@ class Link:
         self._watches.remove(watch)
         if not self._watches:
             self._unwatched.set()
+            self._unwatched_since_s = asyncio.get_running_loop().time()
             self._stretches = [] if learns else self._stretches
             self._end_reading()
 

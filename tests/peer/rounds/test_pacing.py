@@ -434,6 +434,25 @@ def test_what_joiners_read_yields_to_a_round_for_a_while(round_s, most_mbit_s, w
     assert run(main()) == pytest.approx(waited_s)
 
 
+@pytest.mark.parametrize(("round_s", "pause_s"), [(1.0, 10.0), (10.0, 1.0), (10.0, 0.0)])
+def test_a_round_goes_first_for_as_long_as_the_link_was_without_one(round_s, pause_s):
+    async def main():
+        link, loop, waited_s = Link(), asyncio.get_running_loop(), list[float]()
+        for _ in range(3):
+            watch, began_s = link.watch(Counting(0.0)), loop.time()
+            await link.yield_to_rounds(round_s)
+            waited_s.append(loop.time() - began_s)
+            await asyncio.sleep(began_s + round_s - loop.time())
+            watch.close()
+            await asyncio.sleep(pause_s)
+        await end(*link._tasks._tasks)
+        return waited_s
+
+    first, *later = run(main())
+    assert first == pytest.approx(round_s)
+    assert later == pytest.approx([min(round_s, pause_s)] * 2)
+
+
 @pytest.mark.parametrize("learns", [True, False])
 def test_what_an_owner_still_has_to_send_does_not_wait_for_the_next_round(learns):
     async def main():

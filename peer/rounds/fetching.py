@@ -54,9 +54,6 @@ MAX_SPAN_BYTES = 4 << 20  # of headers in one answer: 256 entries of 16 kB
 # 10 Mbit/s that serves eight others at once gives more; a slower one would hold a joiner for hours.
 FLOOR_BYTES_S = 64e3
 QUIET_STALLS = 0.5  # after which another peer is asked too
-# For which a message of a state or an update waits for a round, as do all who train. No longer: a
-# reader gives up after four stalls, and a round that fills its window sends without an end.
-YIELD_STALLS = 1.0
 
 R = TypeVar("R", bound=Record)
 
@@ -271,13 +268,10 @@ class _Floor:
 class _Outflow:
     """Sends to one reader, for as long as it takes bytes at a rate that is worth a slot."""
 
-    def __init__(self, ctx: Asking, stream: Stream, turn: Turn, *, yields: bool) -> None:
-        """Begin with a slot; `yields` says whether rounds go first."""
+    def __init__(self, ctx: Asking, stream: Stream, turn: Turn) -> None:
         self._now = asyncio.get_running_loop().time
-        self._began_at = self._now()
         self._patience_s = _patience_s(ctx)
-        self._yield_s = YIELD_STALLS * ctx.settings.stall_s if yields else 0.0
-        self._link = ctx.link
+        self._outflow = ctx.link.outflow
         self._stream = stream
         self._turn = turn
         self._took_s = 0.0
@@ -285,17 +279,16 @@ class _Outflow:
         """bytes"""
 
     async def send(self, data: bytes | memoryview) -> None:
-        """Send a message once it is this reader's turn, and after those of a round.
+        """Send a message once it is this reader's turn.
 
         The floor is that of readers, `FLOOR_BYTES_S`. Only the time that the reader takes counts,
-        and not the waits for a slot, a round or the disk.
+        and not the waits for a slot or for the disk.
 
         Raises:
             DeadlineExceeded: the reader is too slow, or takes nothing.
         """
         await self._turn.cede()
-        await self._yield_to_rounds()
-        await self._link.outflow.take(len(data))
+        await self._outflow.take(len(data))
         left_s = self._patience_s + self.sent / FLOOR_BYTES_S - self._took_s
         if left_s <= 0:
             raise DeadlineExceeded(
@@ -306,13 +299,6 @@ class _Outflow:
         await self._stream.send(data, timeout_s=min(self._patience_s, left_s))
         self._took_s += self._now() - began_at
         self.sent += len(data)
-
-    async def _yield_to_rounds(self) -> None:
-        """Wait for a round, while the reader has had twice of what it expects at least."""
-        until = self._began_at + self.sent / (2 * FLOOR_BYTES_S)
-        left_s = min(self._yield_s, until - self._now())
-        if left_s > 0:
-            await self._link.yield_to_rounds(left_s)
 
     async def send_pieces(self, data: Bytes) -> None:
         """Send bytes as messages of at most `PIECE_BYTES`."""
@@ -364,11 +350,9 @@ class Archive:
             transport.serve_stream(method, guarded)
 
     @asynccontextmanager
-    async def _outflow(
-        self, remote: str, stream: Stream, *, yields: bool = False
-    ) -> AsyncIterator[_Outflow]:
+    async def _outflow(self, remote: str, stream: Stream) -> AsyncIterator[_Outflow]:
         async with self.slots.turn(remote) as turn:
-            yield _Outflow(self._ctx, stream, turn, yields=yields)
+            yield _Outflow(self._ctx, stream, turn)
 
     async def _request(self, stream: Stream, kind: type[R]) -> R:
         message = await stream.recv(timeout_s=self._ctx.settings.stall_s)
@@ -408,7 +392,7 @@ class Archive:
     async def _serve_body(self, remote: str, stream: Stream) -> None:
         request = await self._request(stream, BodyRequest)
         position = request.position
-        async with self._outflow(remote, stream, yields=True) as out:
+        async with self._outflow(remote, stream) as out:
             store = self._ctx.replica.store
             chunks = checked_body(store, position, request.start, request.stop)
             await self._send_stored(out, chunks, f"the body of entry {position}")
@@ -433,7 +417,7 @@ class Archive:
     async def _serve_leaves(self, remote: str, stream: Stream) -> None:
         request = await self._request(stream, LeafRequest)
         self._leased(request)  # before a wait for nothing
-        async with self._outflow(remote, stream, yields=True) as out:
+        async with self._outflow(remote, stream) as out:
             snapshot = self._leased(request)  # and no file is held for a stream that waits
             for index in range(request.start, request.stop):
                 try:

@@ -12,10 +12,10 @@ of some rounds. Now and then a round searches for more than that (the idea of BB
 then measures. Nor is one whose rounds are too short for a reading: nothing would find a pace that
 is too low. Codes that leave up front and the rest of their round are one reading, with a pause.
 
-What joiners read here yields to rounds (`Link.yield_to_rounds`). An owner may cap the link
-(`Link.cap`). Then no pace exceeds a part of the cap, and the rest is for other bulk (`Throttle`):
-what joiners read, and entries for the coordinator. A part of its own lets neither starve the other.
-What is asked of others (`Inflow`) has what rounds leave of the cap on the way in.
+An owner may cap the link (`Link.cap`). Then no pace exceeds a part of the cap, and the rest is for
+other bulk (`Throttle`): what joiners read here, and entries for the coordinator. A part of its own
+lets neither starve the other. What is asked of others (`Inflow`) has what rounds leave of the cap
+on the way in.
 
 No more than `QUEUE_S` of a round's bytes may queue beyond what is under way for a round trip,
 however wrong the rate. Round trips are those of questions that peers answer at once, the least of
@@ -26,7 +26,6 @@ If next to nothing is confirmed for as long as a queue and a round trip last, th
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import heapq
 import math
 from collections import deque
@@ -237,11 +236,6 @@ class Link:
         self._most_mbit_s = math.inf
         self._round_trips: dict[str, deque[float]] = {}
         self._watches: set[LinkReading] = set()
-        self._unwatched = asyncio.Event()
-        self._unwatched.set()
-        self._unwatched_since_s = -math.inf
-        self._first_until_s = -math.inf
-        """until then the present round goes before what is read here"""
         self._stretches: list[list[Sample]] = []
         """what was read since something was learned last, without its pauses"""
         self._last: Sample | None = None
@@ -273,19 +267,6 @@ class Link:
         self.inflow.limit(most, received)
         self.outflow.rate_mbit_s = SPARE_SHARE * most
         self._set_pace()
-
-    async def yield_to_rounds(self, at_most_s: float) -> None:
-        """Wait while a round goes on, but no longer than so: all who train wait for it.
-
-        A round goes first for as long as the link was without one before it. Where rounds follow
-        each other without a pause, what is read here shares the link with them: else a peer that
-        is behind would never catch up. Under a cap it has a part of its own, and need not wait.
-        """
-        left_s = min(at_most_s, self._first_until_s - asyncio.get_running_loop().time())
-        if left_s > 0 and not self.outflow.is_limited:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(left_s):
-                    await self._unwatched.wait()
 
     @property
     def max_readers(self) -> int:
@@ -322,8 +303,6 @@ class Link:
     def watch(self, transport: Transport) -> LinkReading:
         """Begin to read for a reduction, or for codes that leave before it."""
         if not self._watches:
-            now_s = asyncio.get_running_loop().time()
-            self._first_until_s = now_s + (now_s - self._unwatched_since_s)
             if not self._stretches and not self._is_attended:
                 self.pacer.restart()
                 self._last = None
@@ -331,7 +310,6 @@ class Link:
             self._begin_reading(transport)
         watch = LinkReading(self)
         self._watches.add(watch)
-        self._unwatched.clear()
         return watch
 
     def unwatch(self, watch: LinkReading, *, learns: bool = True) -> None:
@@ -347,8 +325,6 @@ class Link:
                 self.learn(stretches)
         self._watches.remove(watch)
         if not self._watches:
-            self._unwatched.set()
-            self._unwatched_since_s = asyncio.get_running_loop().time()
             self._stretches = [] if learns else self._stretches
             self._end_reading()
 

@@ -411,48 +411,6 @@ def test_bytes_to_the_dead_cost_one_round_little_and_later_ones_nothing(
     assert uplink_mbit_s > 0.9 * min(capacity_mbit_s, UNKNOWN_MBIT_S)
 
 
-@pytest.mark.parametrize(
-    ("round_s", "most_mbit_s", "waited_s"),
-    [(0.0, 0.0, 0.0), (1.0, 0.0, 1.0), (100.0, 0.0, 3.0), (100.0, 30.0, 0.0)],
-)
-def test_what_joiners_read_yields_to_a_round_for_a_while(round_s, most_mbit_s, waited_s):
-    async def main():
-        link, loop = Link(), asyncio.get_running_loop()
-        link.cap(most_mbit_s)
-        if round_s:
-            watches = [link.watch(Counting(0.0)) for _ in range(2)]
-            loop.call_later(round_s / 2, watches[0].close)
-            loop.call_later(round_s, watches[1].pause)
-        began_s = loop.time()
-        await link.yield_to_rounds(3.0)
-        took_s = loop.time() - began_s
-        await link.yield_to_rounds(-1.0)
-        assert loop.time() - began_s == took_s
-        await end(*link._tasks._tasks)
-        return took_s
-
-    assert run(main()) == pytest.approx(waited_s)
-
-
-@pytest.mark.parametrize(("round_s", "pause_s"), [(1.0, 10.0), (10.0, 1.0), (10.0, 0.0)])
-def test_a_round_goes_first_for_as_long_as_the_link_was_without_one(round_s, pause_s):
-    async def main():
-        link, loop, waited_s = Link(), asyncio.get_running_loop(), list[float]()
-        for _ in range(3):
-            watch, began_s = link.watch(Counting(0.0)), loop.time()
-            await link.yield_to_rounds(round_s)
-            waited_s.append(loop.time() - began_s)
-            await asyncio.sleep(began_s + round_s - loop.time())
-            watch.close()
-            await asyncio.sleep(pause_s)
-        await end(*link._tasks._tasks)
-        return waited_s
-
-    first, *later = run(main())
-    assert first == pytest.approx(round_s)
-    assert later == pytest.approx([min(round_s, pause_s)] * 2)
-
-
 @pytest.mark.parametrize("learns", [True, False])
 def test_what_an_owner_still_has_to_send_does_not_wait_for_the_next_round(learns):
     async def main():

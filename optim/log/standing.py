@@ -1,4 +1,4 @@
-"""What can be read of a replica without waiting: where it stands, and what follows from that.
+"""The standing of a replica, which can be read without waiting, and what follows from it.
 
 `ReplicaStanding` is replaced as a whole with each change, so what is read of one is of one moment.
 
@@ -71,7 +71,7 @@ class ReplicaStanding:
     diverged: str = ""
     """Why the state here is no longer the run's; empty while it is."""
     was_disproved: bool = False
-    """Whether an entry has certified another root than that of a state here."""
+    """True once an entry has certified another root than that of a state here."""
     leaps: int = 0
     """Number of times that a state was put in place without entries leading to it."""
 

@@ -17,8 +17,8 @@ from atoll.optim.state import vectors
 from atoll.peer.recovery.sources import FETCH_ERRORS, Donor
 
 BODIES_AHEAD_BYTES = 64 << 20  # on their way or waiting; of larger bodies one at a time comes
-BODIES_AHEAD = 6
 STREAMS = 6  # at once: what a link of 100 Mbit/s at 100 ms takes
+BODIES_AHEAD = STREAMS  # small ones come on a stream each
 PIECE_BYTES = 4 << 20  # of parts that are asked for together; a larger part comes alone
 
 OnFailure = Callable[[Entry, Donor, Exception], None]

@@ -1,6 +1,7 @@
 """What is fetched is checked, and what is asked for is bounded."""
 
 import asyncio
+import random
 from types import SimpleNamespace
 
 import pytest
@@ -104,7 +105,7 @@ def test_joiners_read_beside_rounds_that_fill_their_windows(monkeypatch, uplink_
 
     async def main():
         net = MemoryNetwork(latency_s=0.025)
-        names, piece = ("donor", "reader", "member"), bytes(2 << 20)
+        names, piece = ("donor", "reader", "member"), random.Random(1).randbytes(2 << 20)
         ctxs = {name: bare_context(net, name, uplink_mbit_s, piece) for name in names}
         donor, reader, member = ctxs.values()
         monkeypatch.setattr(fetching, "checked_body", pieces_of)
@@ -125,17 +126,16 @@ def test_joiners_read_beside_rounds_that_fill_their_windows(monkeypatch, uplink_
         member.transport.serve_stream("fill", sink)
         donor.link.declare(uplink_mbit_s)
         donor.link.watch(donor.transport)
-        filling, loop = asyncio.create_task(fill()), asyncio.get_running_loop()
+        filling = asyncio.create_task(fill())
         await asyncio.sleep(3.0)
-        began_s, before = loop.time(), sent[0]
+        before = sent[0]
         into = [vectors.buffer(len(piece)) for _ in range(6)]
         await asyncio.gather(*(fetch_body(reader, "donor", 7, 0, each) for each in into))
-        took_s = loop.time() - began_s
-        await end(filling, *donor.link._tasks._tasks, expected=(Exception,))
+        await end(filling, *donor.link._tasks._tasks)
         assert all(each == piece for each in into)
-        return (sent[0] - before) * BITS / took_s
+        assert sent[0] > before  # nor did the round stand still
 
-    assert run_virtual(main()) > 0  # what the round had
+    run_virtual(main())
 
 
 def pieces_of(body, position, start, stop):
@@ -144,7 +144,7 @@ def pieces_of(body, position, start, stop):
 
 
 def bare_context(net, name, uplink_mbit_s, body):
-    """What an archive and a reader need, with one body at each position."""
+    """Return the attributes that an archive and a reader need, with one body at each position."""
 
     async def at_once(function, *arguments):
         return function(*arguments)

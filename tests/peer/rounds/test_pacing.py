@@ -26,7 +26,7 @@ from atoll.peer.rounds.rates import (
     SEARCH_GAIN,
 )
 from atoll.peer.rounds.slots import MAX_SLOTS
-from support.pacing import samples, steady
+from support.pacing import samples
 
 PIECE = 125_000  # 1 Mbit
 MESSAGE = 65_536  # bytes of cells that leave at once
@@ -623,12 +623,3 @@ def test_a_declared_rate_holds_for_what_flows():
 
     ((rate, _),) = run(main())
     assert 9.0 < rate < 10.0
-
-
-def found_after(capacity_mbit_s, seconds, found):
-    """The estimate after some time on a link that is always busy."""
-    until_s = 0.0
-    while until_s < seconds:
-        until_s += found.reading_s
-        found = found.after(steady(min(found.pace_mbit_s, capacity_mbit_s), found.reading_s))
-    return found

@@ -13,7 +13,7 @@ from atoll.peer.lab.children import Child
 from support.child_runs import PEER, until, write_spec
 
 # Five processes that import torch. In one process, with real sockets: peer/daemon/test_keeping.py.
-pytestmark = [pytest.mark.exhaustive, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.exhaustive, pytest.mark.timeout(600)]
 
 TEXT = "Keepers lead and vote, and trainers train. " * 2000
 RUN, ROUND = {"name": "kept", "rounds": 4}, {"electors": "keepers"}

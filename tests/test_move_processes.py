@@ -13,7 +13,8 @@ from atoll.coordinator.run.invite import Invite
 from atoll.coordinator.run.status import RunStatus
 from atoll.dht.addresses import peer_of
 from atoll.peer.lab.children import ATOLL, Child
-from support.child_runs import DEADLINE_S, PEER, status_when, until, write_spec
+from support.child_runs import PEER, status_when, until, write_spec
+from support.limits import DEADLINE_S
 
 pytestmark = [pytest.mark.exhaustive, pytest.mark.slow, pytest.mark.timeout(480)]
 

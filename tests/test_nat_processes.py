@@ -13,17 +13,17 @@ import pytest
 
 from atoll.coordinator.run.spec import RunSpec, template
 from atoll.dht.testing.wan import WanLab, WanLink
+from support.limits import DEADLINE_S
 
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.exhaustive,  # the same routers, without runs: tests/dht/test_punching.py
-    pytest.mark.timeout(240),
+    pytest.mark.timeout(600),
     pytest.mark.skipif(
         os.geteuid() != 0 or not Path("/dev/net/tun").exists(), reason="needs root and /dev/net/tun"
     ),
 ]
 
-DEADLINE_S = 150.0  # three processes that import torch: a few seconds each on an idle machine
 ATOLL = (sys.executable, "-m", "atoll.peer.cli.main")
 
 

@@ -19,13 +19,13 @@ from pathlib import Path
 import pytest
 
 from support.forks import Forked
+from support.limits import DEADLINE_S
 from support.small_runs import TINY
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
 ROOT = Path(__file__).parents[1]
 PIPES = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-DEADLINE_S = 90.0  # of anything that starts a process; a few seconds on an idle machine
 INTERRUPTED = 130  # 128 + SIGINT
 
 

@@ -15,9 +15,10 @@ import pytest
 from atoll.coordinator.rpc.messages import PROTOCOL
 from atoll.coordinator.run.status import RunStatus
 from atoll.peer.lab.children import BAD_INPUT, Child
-from support.child_runs import DEADLINE_S, PEER, status_when, until, write_spec
+from support.child_runs import PEER, status_when, until, write_spec
+from support.limits import DEADLINE_S
 
-pytestmark = [pytest.mark.exhaustive, pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.exhaustive, pytest.mark.slow, pytest.mark.timeout(600)]
 
 ROOT = Path(__file__).parents[1]
 TEXT = "Owners upgrade when they like, or when nobody reminds them. " * 2000

@@ -14,7 +14,7 @@ from atoll.optim.log.units import finished, read_units
 from atoll.peer.lab.children import Child
 from support.child_runs import PEER, start_child, until, write_spec
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 TEXT = "No row is trained twice in a pass. " * 3000
 ONCE = {"once": True, "same_text": True}

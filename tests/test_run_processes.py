@@ -17,9 +17,10 @@ from atoll.peer.cli.main import main
 from atoll.peer.cli.run import patiently
 from atoll.peer.cli.watching import asking
 from atoll.peer.lab.children import Child
-from support.child_runs import DEADLINE_S, PEER, start_child, until, write_spec
+from support.child_runs import PEER, start_child, until, write_spec
+from support.limits import DEADLINE_S
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 TEXT = "The organiser orders, and everybody switches. " * 2000
 RUN, ROUND = {"name": "ordered", "rounds": 0}, {"snapshot_every": 4}

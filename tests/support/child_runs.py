@@ -15,8 +15,8 @@ from atoll.coordinator.run.status import RunStatus
 from atoll.peer.cli.watching import asking
 from atoll.peer.lab.children import Child
 from support.forks import Forked
+from support.limits import DEADLINE_S
 
-DEADLINE_S = 120.0  # for processes that import torch: a few seconds each on an idle machine
 PEER = ("--listen", "/ip4/127.0.0.1/tcp/0", "--device", "cpu", "--yes", "--stop-with-stdin")
 
 

@@ -14,6 +14,8 @@ import subprocess
 import sys
 from multiprocessing import reduction
 
+from support.limits import DEADLINE_S
+
 # A process has one fork server, and whoever names its modules last wins: so they are named here,
 # for all. `torch._dynamo` is what torch.optim imports when the first optimizer is made.
 FORKS = multiprocessing.get_context("forkserver")
@@ -35,7 +37,6 @@ FORKS.set_forkserver_preload(
 )
 
 STREAMS = ("stdin", "stdout", "stderr")
-END_S = 60.0  # for a process that was told to end
 
 
 class _Process:
@@ -117,7 +118,7 @@ class Forked(_Process):
         for stream in (self.stdout, self.stderr):
             if stream is not None:
                 stream.close()
-        self.wait(END_S)
+        self.wait(DEADLINE_S)
 
     def communicate(self, timeout=None):
         """Return what it printed, less than a pipe holds."""

@@ -11,10 +11,10 @@ from atoll.optim.log.entry import Claim
 from atoll.optim.methods import parse
 from atoll.optim.state import layout, mapped, outer_step
 from support.forks import FORKS
+from support.limits import DEADLINE_S
 from support.logs import open_replica
 
 CELLS = 3  # of an entry here, each of which is a run by itself
-END_S = 60.0
 
 
 def killed_within(
@@ -29,7 +29,7 @@ def killed_within(
     arguments = (CELLS * entry + 2, folder, spec, keys, epoch, entries)
     process = FORKS.Process(target=_apply, args=arguments)
     process.start()
-    process.join(END_S)
+    process.join(DEADLINE_S)
     return process.exitcode
 
 

@@ -18,10 +18,10 @@ from atoll.peer.daemon.reach.bootstrap import BootstrapNode
 from atoll.peer.training import opening
 from atoll.peer.training.digests import read_tokenizer
 from atoll.peer.training.permission import Allowed
+from support.limits import DEADLINE_S
 from support.status import make_round
 
 LOOPBACK = ("/ip4/127.0.0.1/tcp/0",)
-DEADLINE_S = 60.0
 
 
 def tiny_spec(**sections) -> RunSpec:

@@ -11,8 +11,7 @@ import torch
 from torch import distributed
 
 from support.forks import FORKS
-
-TIMEOUT_S = 120.0  # of all ranks together; a machine that is busy elsewhere is slow
+from support.limits import DEADLINE_S
 
 
 def on_ranks(
@@ -51,7 +50,7 @@ def at_once(calls: Sequence[Call], *, num_dying: int = 0) -> None:
         process.start()
     try:
         for _ in range(len(calls) - num_dying):
-            number, error = results.get(timeout=TIMEOUT_S)
+            number, error = results.get(timeout=DEADLINE_S)
             assert error is None, f"rank {number}: {error}"
     finally:
         for process in processes:

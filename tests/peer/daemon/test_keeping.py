@@ -19,6 +19,7 @@ from atoll.peer.lab.own_keeper import keep_beside
 from atoll.peer.paths import PeerPaths
 from atoll.peer.rounds.consensus.round import NOWHERE, Place
 from atoll.peer.training.permission import Allowed
+from support.limits import DEADLINE_S
 from support.organiser import LOOPBACK
 
 
@@ -117,7 +118,7 @@ def test_keepers_hold_the_rounds_of_trainers(organise, kit, start):
 def test_the_coordinators_own_keeper_holds_the_rounds_of_a_trainer(organise, kit, start):
     organiser = organise(kit.tiny_spec(round={"electors": "keepers"}))
     trainer, said = start(organiser.invite, "one"), []
-    asyncio.run(asyncio.wait_for(keep_beside(organiser.up, said.append), 100))
+    asyncio.run(asyncio.wait_for(keep_beside(organiser.up, said.append), DEADLINE_S))
     assert said == [], "it ends by itself, with the run"
     assert trainer.join() is True
     status = organiser.status()

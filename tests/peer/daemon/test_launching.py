@@ -13,9 +13,9 @@ import pytest
 
 from atoll.peer.daemon.launching import LOST, SMALLER, environment, is_lost
 from support.forks import Forked
+from support.limits import DEADLINE_S
 from support.organiser import LOOPBACK
 
-TIMEOUT_S = 90
 ROUNDS = 4
 CUT_PEER = Path(__file__).parents[2] / "support" / "cut_peer.py"
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node")
@@ -53,7 +53,7 @@ class Child:
 
     def end(self):
         self.process.kill()  # its ranks end with it
-        self.process.wait(TIMEOUT_S)
+        self.process.wait(DEADLINE_S)
         self.process.stdout.close()
 
 
@@ -66,14 +66,14 @@ def text(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.exhaustive
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_peers_of_one_rank_and_of_two_cut_by_torchrun_share_a_log(organise, kit, text, tmp_path):
     organiser = organise(kit.tiny_spec(run={"rounds": ROUNDS}, round={"min_peers": 2}))
     invite = organiser.invite.encode()
     alone = Child(invite, tmp_path / "alone", text)
     cut = Child(invite, tmp_path / "cut", text, program=(*TORCHRUN, 2, CUT_PEER))
     try:
-        assert alone.process.wait(TIMEOUT_S) == cut.process.wait(TIMEOUT_S) == 0
+        assert alone.process.wait(DEADLINE_S) == cut.process.wait(DEADLINE_S) == 0
         assert cut.said("cut", "test") == 2
         status = organiser.status()
         assert (status.state, status.position) == ("finished", ROUNDS)
@@ -91,23 +91,23 @@ def test_peers_of_one_rank_and_of_two_cut_by_torchrun_share_a_log(organise, kit,
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_a_peer_of_two_ranks_starts_again_when_one_is_killed(organise, kit, text, tmp_path):
     organiser = organise(kit.tiny_spec(run={"rounds": 0}))
     invite = organiser.invite.encode()
     child = Child(invite, tmp_path / "peer", text, "--ranks", "2", "--share", "0.3")
     try:
-        kit.until(lambda: organiser.status().position >= 1, "a round of the ranks", TIMEOUT_S)
+        kit.until(lambda: organiser.status().position >= 1, "a round of the ranks")
         (peer,) = organiser.status().peers
         assert peer.device == "2 x cpu"
         child.rank(1).kill()
-        kit.until(lambda: child.said("starting all 2 again"), "a new start", TIMEOUT_S)
-        kit.until(lambda: child.said("trains on", "ready") == 2, "training", TIMEOUT_S)
+        kit.until(lambda: child.said("starting all 2 again"), "a new start")
+        kit.until(lambda: child.said("trains on", "ready") == 2, "training")
         position = organiser.status().position
-        kit.until(lambda: organiser.status().position > position, "another round", TIMEOUT_S)
+        kit.until(lambda: organiser.status().position > position, "another round")
         ranks = [child.rank(number) for number in range(2)]
         child.process.send_signal(signal.SIGTERM)
-        assert child.process.wait(TIMEOUT_S) == 0
+        assert child.process.wait(DEADLINE_S) == 0
         assert not any(rank.is_running() for rank in ranks)
     finally:
         child.end()
@@ -117,7 +117,7 @@ def test_a_peer_of_two_ranks_starts_again_when_one_is_killed(organise, kit, text
 def test_gpus_on_a_machine_without_any_are_refused_at_once(tmp_path):
     hidden = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
     with Forked("peer", "INVITE", "--gpus", "all", stderr=subprocess.PIPE, env=hidden) as refused:
-        assert refused.wait(TIMEOUT_S) == 2
+        assert refused.wait(DEADLINE_S) == 2
         assert "sees no CUDA device" in refused.stderr.read()
 
 

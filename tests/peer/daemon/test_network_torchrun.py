@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from support.limits import DEADLINE_S
+
 pytestmark = [pytest.mark.slow, pytest.mark.exhaustive]  # 20 s of processor time
 
 SCRIPT = Path(__file__).parents[3] / "scripts" / "example_fsdp2.py"
-TIMEOUT_S = 240
 ROUNDS = 3
 
 
@@ -25,13 +26,13 @@ def torchrun(folder, *arguments):
         cwd=folder,
         capture_output=True,
         text=True,
-        timeout=TIMEOUT_S,
+        timeout=DEADLINE_S,
     )
     assert done.returncode == 0, done.stderr[-4000:]
     return [line.split() for line in done.stdout.splitlines() if line.startswith("round")]
 
 
-@pytest.mark.timeout(TIMEOUT_S + 60)
+@pytest.mark.timeout(DEADLINE_S + 60)
 def test_the_example_under_torchrun_is_one_peer_of_a_run(organise, kit, tmp_path):
     spec = kit.tiny_spec(run={"rounds": ROUNDS}, outer={"inner_steps": 2}, data={"seq_len": 64})
     model = {"custom": "example_fsdp2:build", "overrides": {}}

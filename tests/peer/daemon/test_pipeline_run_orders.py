@@ -12,11 +12,11 @@ from atoll.optim.log.entry import Entry
 from atoll.optim.log.orders import read_order, read_settings
 from atoll.peer.cli.main import main
 from support.forks import Forked
+from support.limits import DEADLINE_S
 from support.organiser import LOOPBACK, stand_on_one_log, until
 
 pytestmark = [pytest.mark.exhaustive, pytest.mark.slow, pytest.mark.timeout(400)]
 
-WAIT_S = 120.0
 STAGES = ("stage-1", "stage-2")
 PEERS = tuple(f"peer-{number}" for number in range(4))
 
@@ -60,7 +60,7 @@ def order(organiser, capsys):
 
     def give(action, *arguments):
         words = ["run", action, str(organiser.invite), *arguments, "--key", str(organiser.folder)]
-        assert main([*words, "--wait", str(WAIT_S), "--json"]) == 0
+        assert main([*words, "--wait", str(DEADLINE_S), "--json"]) == 0
         told = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
         assert all(each["decided"] for each in told), told
 
@@ -77,7 +77,6 @@ def until_further(organiser, rounds):
     until(
         lambda: all(stands(organiser)[name] >= before[name] + rounds for name in STAGES),
         f"{rounds} more rounds of each stage",
-        WAIT_S,
     )
 
 
@@ -91,10 +90,13 @@ def begin_run(organiser, spawn):
     running = {}
     for number, name in enumerate(PEERS, 1):  # one after the other
         running[name] = spawn(organiser.invite, name)
-        until(lambda joined=number: len(organiser.status().peers) == joined, name, WAIT_S)
+        until(lambda joined=number: len(organiser.status().peers) == joined, name)
     modules = {peer.name: peer.module for peer in organiser.status().peers}
     assert sorted(modules.values()) == ["stage-1", "stage-1", "stage-2", "stage-2"]
-    until(lambda: len(stands(organiser)) == 2 and all(stands(organiser).values()), "rounds", WAIT_S)
+    until(
+        lambda: len(stands(organiser)) == 2 and all(stands(organiser).values()),
+        "rounds",
+    )
     until_further(organiser, 1)
     return running, modules
 
@@ -124,8 +126,8 @@ def test_all_stages_follow_orders_and_so_does_a_peer_that_was_away(
         running[gone] = spawn(organiser.invite, gone)
     else:
         os.killpg(running[gone].pid, signal.SIGCONT)
-    until(lambda: is_member(organiser, modules[gone], gone), "the peer in rounds again", WAIT_S)
-    until(lambda: stand_on_one_log(organiser), "the coordinator to have every entry", WAIT_S)
+    until(lambda: is_member(organiser, modules[gone], gone), "the peer in rounds again")
+    until(lambda: stand_on_one_log(organiser), "the coordinator to have every entry")
     order("stop")
     for name, process in running.items():
         assert process.wait(60) == 0, (tmp_path / f"{name}.log").read_text()[-2000:]
@@ -177,8 +179,8 @@ def test_a_stage_goes_on_without_its_first_acceptor_once_it_is_evicted(organiser
             assert first not in {each.peer_id for each in (*entry.electorate, *entry.members)}
     order("readmit", first)
     running[out] = spawn(organiser.invite, out)
-    until(lambda: is_member_anywhere(organiser, first), "the readmitted peer in rounds", WAIT_S)
-    until(lambda: stand_on_one_log(organiser), "the coordinator to have every entry", WAIT_S)
+    until(lambda: is_member_anywhere(organiser, first), "the readmitted peer in rounds")
+    until(lambda: stand_on_one_log(organiser), "the coordinator to have every entry")
 
 
 def is_member_anywhere(organiser, peer_id):

@@ -29,13 +29,12 @@ from atoll.peer.lab.demo import (
     expect_room_for_chaos,
 )
 from atoll.peer.lab.summary import Compared
-
-SOON_S = 60.0  # a limit, no measurement: a busy machine takes many seconds for a start
+from support.limits import DEADLINE_S
 
 
 def fails(demo, kit, error):
     with pytest.raises(error) as caught:
-        asyncio.run(asyncio.wait_for(demo.run(kit.show_for_ever), SOON_S))
+        asyncio.run(asyncio.wait_for(demo.run(kit.show_for_ever), DEADLINE_S))
     return str(caught.value)
 
 
@@ -52,7 +51,7 @@ def test_a_coordinator_that_dies_ends_the_demo(stage, kit, reachable):
         await running
 
     with pytest.raises(ChildFailed, match="coordinator was ended by SIGKILL") as caught:
-        asyncio.run(asyncio.wait_for(main(), SOON_S))
+        asyncio.run(asyncio.wait_for(main(), DEADLINE_S))
     assert exit_code(caught.value) == 1
     assert "coordinator.log" in str(caught.value)
 
@@ -184,7 +183,7 @@ def test_a_second_signal_does_not_wait_for_a_deaf_process(stage, kit, monkeypatc
         await asyncio.sleep(0.2)
         assert all(map(kit.is_alive, stage.pids()))
         os.kill(os.getpid(), signal.SIGTERM)
-        return await asyncio.wait_for(running, SOON_S)
+        return await asyncio.wait_for(running, DEADLINE_S)
 
     assert asyncio.run(main()) == (None, signal.SIGTERM)
 

@@ -45,7 +45,7 @@ class BodyPiece:
 
 
 class Bodies:
-    """Fetches the bodies of consecutive entries, some ahead of their turn, from donors in turn.
+    """Fetches the bodies of entries, some ahead of their turn, from donors in turn.
 
     One stream of libp2p is slow on a long line: a young one takes 256 KiB a round trip, 5 MB/s at
     50 ms. Several at once, from several peers, fill the link, so a large body comes in pieces;
@@ -64,12 +64,13 @@ class Bodies:
         """Use as a context: what is still under way at its end is given up.
 
         Args:
-            entries: consecutive ones, in the order in which `of` is asked for them.
+            entries: in the order in which `of` is asked for them.
             donors: those that may have them.
             compute: hashes what came.
             on_failure: called with a donor that did not give what an entry names.
         """
         self._entries = entries
+        self._turns = {entry.position: turn for turn, entry in enumerate(entries)}
         self._donors = donors
         self._compute = compute
         self._on_failure = on_failure
@@ -95,8 +96,7 @@ class Bodies:
 
     def begin(self) -> None:
         """Begin to fetch the first bodies before anybody asks for one."""
-        if self._entries:
-            self._fetch_from(self._entries[0].position)
+        self._fetch_from(0)
 
     async def of(self, entry: Entry) -> Body:
         """Return the body of an entry.
@@ -107,21 +107,22 @@ class Bodies:
         early = self._tasks.get(entry.position)
         if early is not None and early.done() and early.exception() is not None:
             del self._tasks[entry.position]  # nobody had it then
-        self._fetch_from(entry.position)
+        turn = self._turns[entry.position]
+        self._fetch_from(turn)
         body = await self._tasks.pop(entry.position)
-        self._fetch_from(entry.position + 1)  # while the caller applies this one
+        self._fetch_from(turn + 1)  # while the caller applies this one
         return body
 
     def after(self, entry: Entry) -> int:
         """Return how many entries come after one."""
-        return self._entries[-1].position - entry.position
+        return len(self._entries) - 1 - self._turns[entry.position]
 
-    def _fetch_from(self, position: int) -> None:
+    def _fetch_from(self, turn: int) -> None:
         """Begin to fetch a body and those after it, as far as there is room."""
-        room, first = BODIES_AHEAD_BYTES, position - self._entries[0].position
-        for entry in self._entries[first : first + BODIES_AHEAD]:
+        room = BODIES_AHEAD_BYTES
+        for ahead, entry in enumerate(self._entries[turn : turn + BODIES_AHEAD]):
             room -= entry.body_bytes
-            if room < 0 and entry.position > position:
+            if room < 0 and ahead > 0:
                 return
             if entry.position not in self._tasks:
                 # `of` awaits it, or the end of the context cancels it.
@@ -187,7 +188,7 @@ def pieces(entry: Entry) -> Iterator[BodyPiece]:
 
 
 def holders(entry: Entry, piece: BodyPiece, donors: Sequence[Donor]) -> list[Donor]:
-    """Return the donors beyond an entry, in another order for each piece: all give a share."""
+    """Return the donors with an entry's body, in another order for each piece: all give a share."""
     start = (entry.position + piece.parts.start) % len(donors) if donors else 0
     turn = [*donors[start:], *donors[:start]]
-    return [donor for donor in turn if donor.head.position > entry.position]
+    return [d for d in turn if d.head.first_body <= entry.position < d.head.position]

@@ -311,14 +311,14 @@ class Recovery:
             if replica.is_ledger:
                 raise
             return False
-        async with self._bodies(claims, sources) as bodies:
+        async with self._bodies([claim.entry for claim in claims], sources) as bodies:
             for claim in claims:
                 if not replica.is_disproved and await self._apply(claim, bodies, used):
                     used.add(furthest.name)  # an entry may have no body that anybody gives
         return bool(claims)
 
-    def _bodies(self, claims: Sequence[Claim], donors: Sequence[Donor]) -> Bodies:
-        entries, compute = [claim.entry for claim in claims], self._replica.compute
+    def _bodies(self, entries: Sequence[Entry], donors: Sequence[Donor]) -> Bodies:
+        compute = self._replica.compute
         return Bodies(entries, donors, compute=compute, on_failure=self._on_failure)
 
     def _on_failure(self, entry: Entry, donor: Donor, error: Exception) -> None:
@@ -481,7 +481,7 @@ class Recovery:
         position = fetched[0].position
         sources = [donor for donor in donors if donor.head.first_body <= position]
         after = [c for c in claims if sources and c.entry.position >= position]
-        async with self._bodies(after, sources) as bodies:
+        async with self._bodies([claim.entry for claim in after], sources) as bodies:
             bodies.begin()
             await self._replica.install(fetched.pop(), claims, self._on_taken, signed=signed)
             with suppress(NoDonor):
@@ -544,22 +544,22 @@ class Recovery:
             asked = await self._ask_all([self._fallback])
             donors = [*donors, *(donor for donor in asked if donor not in donors)]
         for start, stop in reversed(gaps):
-            for position in reversed(range(start, stop)):
-                holders = [d for d in donors if d.head.first_body <= position]
-                if not await self._fill(position, holders):
+            for first in reversed(range(start, stop, MAX_SPAN)):
+                if not await self._fill(first, min(first + MAX_SPAN, stop), donors):
                     return  # what is older is not kept either
 
-    async def _fill(self, position: int, holders: Sequence[Donor]) -> bool:
-        record = self._replica.store.get(position)
-        if record is None:
-            return False
-        for donor in holders:
-            with suppress(*FETCH_ERRORS):
-                body = vectors.buffer(record.body_bytes)
-                await donor.source.body(position, 0, body)
-                await self._replica.add_body(position, body)
-                return True
-        return False
+    async def _fill(self, start: int, stop: int, donors: Sequence[Donor]) -> bool:
+        """Fetch the bodies of stored entries, the newest first; False once nobody gives one."""
+        records = self._replica.store.headers(start, stop - start)
+        entries = [Entry.decode(record.entry) for record in reversed(records)]
+        async with self._bodies(entries, donors) as bodies:
+            for entry in entries:
+                try:
+                    body = await bodies.of(entry)
+                    await self._replica.add_body(entry.position, body.data)
+                except FETCH_ERRORS:
+                    return False
+        return True
 
     async def _fill_certificates(self, donors: Sequence[Donor]) -> None:
         """Fetch the certificates that were damaged here."""

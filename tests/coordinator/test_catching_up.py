@@ -23,6 +23,7 @@ from atoll.optim.log.entry import Entry
 from atoll.optim.log.live_replica import LiveReplica, OnTaken, RecoveryError
 from atoll.optim.log.replica import Replica
 from atoll.optim.log.store import LogStore
+from atoll.peer.recovery import recovery
 from atoll.peer.recovery.errors import NoDonor, NoWay
 from atoll.peer.recovery.ledger import LedgerRecovery
 from atoll.peer.rounds.messages import Decided
@@ -439,7 +440,12 @@ def in_a_swarm(
     run_virtual(run())
 
 
-def test_it_comes_back_to_peers_that_have_pruned_what_it_missed(tmp_path: Path) -> None:
+@pytest.mark.parametrize("span", [2, recovery.MAX_SPAN])
+def test_it_comes_back_to_peers_that_have_pruned_what_it_missed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, span: int
+) -> None:
+    monkeypatch.setattr(recovery, "MAX_SPAN", span)
+
     async def main(swarm: in_memory.Swarm, replica: LiveReplica) -> None:
         one = swarm.peers[0]
         await swarm.until(lambda: one.replica.position == 3)

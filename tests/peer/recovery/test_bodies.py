@@ -84,7 +84,7 @@ class SlowSource:
             into[:] = body_of(position, self.sizes)[start : start + len(into)]
 
 
-def donor(source, position=100):
+def donor(source, position=100, first_body=0):
     head = Head(
         protocol=1,
         epoch=0,
@@ -93,7 +93,7 @@ def donor(source, position=100):
         incarnation="0",
         role="trainer",
         ready_in_s=0.0,
-        first_body=0,
+        first_body=first_body,
         snapshots=(),
         epoch_record=b"",
     )
@@ -296,6 +296,21 @@ def test_who_was_not_beyond_an_entry_is_not_asked_for_it():
         await take_all(entries, [donor(near, position=2), donor(far)], [])
         assert set(near.asked) <= {0, 1}
         assert {2, 3} <= set(far.asked)
+
+    run_virtual(main())
+
+
+def test_the_newest_may_come_first_and_only_of_those_who_keep_them():
+    async def main():
+        whole, short = SlowSource(name="whole"), SlowSource(name="short")
+        entries = [entry(p) for p in reversed(range(12))]
+        donors = [donor(whole), donor(short, first_body=5)]
+        async with bodies_of(entries, donors, []) as some:
+            assert [some.after(each) for each in (entries[0], entries[-1])] == [11, 0]
+        taken, took_s = await take_all(entries, donors, [])
+        assert {name for each in taken[:7] for name in each.givers} == {"whole", "short"}
+        assert set(short.asked) <= set(range(5, 12))
+        assert took_s == pytest.approx(FETCH_S * len(entries) / BODIES_AHEAD)
 
     run_virtual(main())
 

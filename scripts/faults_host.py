@@ -156,7 +156,7 @@ class SteadyHost(RoundsHost):
             )
 
     def _leader(self, position: int) -> str:
-        from atoll.peer.rounds.consensus.round import leader_of
+        from atoll.peer.rounds.consensus.ballots import leader_of
 
         return leader_of(self.replica.electorate, position, 0).peer_id
 

@@ -21,7 +21,7 @@ import random
 from dataclasses import dataclass
 from pathlib import Path
 
-from atoll.peer.rounds.consensus.round import NOWHERE, Ballots, Place
+from atoll.peer.rounds.consensus.ballots import NOWHERE, Ballots, Place
 
 
 def new_incarnation() -> str:

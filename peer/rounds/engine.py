@@ -41,11 +41,11 @@ from atoll.peer.rounds import notices
 from atoll.peer.rounds.allreduce.eager import EagerCodes, EagerSlot, furthest_upfront, not_upfront
 from atoll.peer.rounds.allreduce.exchange import Exchange, HeldStream, check_upfront
 from atoll.peer.rounds.conduct import guarded_call, guarded_stream
+from atoll.peer.rounds.consensus.ballots import Ballots, Place, term_of
 from atoll.peer.rounds.consensus.dissemination import Dissemination, take_passed, take_seals
 from atoll.peer.rounds.consensus.leader import Leading, OnLed
 from atoll.peer.rounds.consensus.member import CONNECT_STALLS, Flight, OfferedWindow, Pending
 from atoll.peer.rounds.consensus.ordering import Ordering
-from atoll.peer.rounds.consensus.round import Ballots, Place, term_of
 from atoll.peer.rounds.consensus.voter import Voter
 from atoll.peer.rounds.context import Context, RoundTrace
 from atoll.peer.rounds.entries import named, parsed

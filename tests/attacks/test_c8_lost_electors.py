@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from atoll.coordinator.rpc.client import CoordinatorClient
 from atoll.coordinator.rpc.messages import ALIVE_S
 from atoll.coordinator.run.spec import RunSpec
 from atoll.coordinator.run.status import PeerStatus
+from atoll.coordinator.service import server
 from atoll.optim.log.module import log_id
 from support import kit
 
@@ -25,6 +27,12 @@ STAGED = RunSpec.from_dict(
     | {"topology": {"stages": 2}, "round": {"min_peers": 4}}
 )
 EVERYONE = (0, 1, 2)
+
+
+@pytest.fixture(autouse=True)
+def only_the_test_ticks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tick by real time would open the first epoch before all electors have joined."""
+    monkeypatch.setattr(server, "_tick", lambda *args: asyncio.Event().wait())
 
 
 class Stage:

@@ -22,8 +22,8 @@ from atoll.optim.log.locks import Lock
 from atoll.peer.rounds import entries
 from atoll.peer.rounds.conduct import MAX_FAULTS, Fault
 from atoll.peer.rounds.consensus import dissemination
+from atoll.peer.rounds.consensus.ballots import leader_of
 from atoll.peer.rounds.consensus.dissemination import Seat
-from atoll.peer.rounds.consensus.round import leader_of
 from atoll.peer.rounds.entries import LOOP_BYTES
 from atoll.peer.rounds.messages import (
     Announced,

@@ -8,13 +8,7 @@ import pytest
 from atoll.dht.refusals import RefusalCode
 from atoll.dht.transport import Refused
 from atoll.optim.log.entry import Elector
-from atoll.peer.rounds.consensus.round import (
-    MAX_TERMS_AHEAD,
-    TERM,
-    Booth,
-    Place,
-    leader_of,
-)
+from atoll.peer.rounds.consensus.ballots import MAX_TERMS_AHEAD, TERM, Booth, Place, leader_of
 from support.attackers import LAST, call_far_terms
 from support.swarm import identity_of, reached, run_swarm
 

@@ -7,7 +7,7 @@ import pytest
 from atoll.dht.refusals import RefusalCode
 from atoll.dht.transport import Refused, TransportError
 from atoll.optim.log.entry import Elector
-from atoll.peer.rounds.consensus.round import TERM, Place, leader_of
+from atoll.peer.rounds.consensus.ballots import TERM, Place, leader_of
 from atoll.peer.rounds.consensus.turns import MAX_DOUBLINGS, Turns
 from atoll.peer.rounds.consensus.voter import HEARD_S
 from atoll.peer.rounds.messages import Prepare

@@ -20,7 +20,7 @@ from atoll.optim.log.orders import (
     StopRun,
     sign_order,
 )
-from atoll.peer.rounds.consensus.round import leader_of
+from atoll.peer.rounds.consensus.ballots import leader_of
 from support.swarm import RUN_ID, SMALL, order_of, reached, run_swarm
 
 

@@ -6,7 +6,8 @@ import pytest
 
 from atoll.optim.log.entry import Entry
 from atoll.peer.rounds.consensus import leader as leaders
-from atoll.peer.rounds.consensus.round import SendProposal, term_of
+from atoll.peer.rounds.consensus.ballots import term_of
+from atoll.peer.rounds.consensus.round_events import SendProposal
 from atoll.peer.rounds.consensus.voter import Voter
 from support.attackers import close_alone, drop
 from support.swarm import reached, run_swarm

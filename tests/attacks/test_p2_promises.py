@@ -6,7 +6,7 @@ import pytest
 
 from atoll.optim.log.electorate import succeed
 from atoll.optim.log.entry import Entry, Part, sha256
-from atoll.peer.rounds.consensus.round import term_of
+from atoll.peer.rounds.consensus.ballots import term_of
 from atoll.peer.rounds.consensus.voter import Voter
 from atoll.peer.rounds.messages import Promise, Ready, Sworn, deflated, reports_root
 from atoll.peer.rounds.policies import admit

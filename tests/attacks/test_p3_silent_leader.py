@@ -6,7 +6,7 @@ import pytest
 
 from atoll.optim.log.entry import Certificate, Elector, first_sound_term
 from atoll.peer.rounds.consensus import leader as leaders
-from atoll.peer.rounds.consensus.round import term_of
+from atoll.peer.rounds.consensus.ballots import term_of
 from support.attackers import prolong, stop_at
 from support.swarm import SETTINGS, SMALL, reached, run_swarm, signed_epoch
 

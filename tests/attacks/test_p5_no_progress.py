@@ -4,7 +4,8 @@ import pytest
 
 from atoll.optim.log.entry import Entry
 from atoll.peer.rounds.conduct import Fault
-from atoll.peer.rounds.consensus.round import CloseGroup, Round
+from atoll.peer.rounds.consensus.round import Round
+from atoll.peer.rounds.consensus.round_events import CloseGroup
 from atoll.peer.rounds.policies import (
     exchange_mbit_s,
     is_slow,

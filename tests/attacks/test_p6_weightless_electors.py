@@ -4,7 +4,7 @@ import asyncio
 import hashlib
 
 from atoll.dht.identity import Identity
-from atoll.peer.rounds.consensus.round import leader_of
+from atoll.peer.rounds.consensus.ballots import leader_of
 from support.greedy import report_and_live
 from support.swarm import reached, ready_of, run_swarm
 

@@ -21,8 +21,9 @@ from atoll.peer.rounds.allreduce.reduction import PartReducer
 from atoll.peer.rounds.allreduce.sides import Owner
 from atoll.peer.rounds.consensus import leader as leaders
 from atoll.peer.rounds.consensus import member
+from atoll.peer.rounds.consensus.ballots import TERM, leader_of
 from atoll.peer.rounds.consensus.leader import Polls
-from atoll.peer.rounds.consensus.round import TERM, ElectorsProbed, SendProposal, leader_of
+from atoll.peer.rounds.consensus.round_events import ElectorsProbed, SendProposal
 from atoll.peer.rounds.messages import (
     ALIVE,
     Announced,

@@ -24,8 +24,7 @@ from atoll.optim.log.entry import (
     vote_payload,
 )
 from atoll.optim.log.orders import EvictPeer, Order, RunSettings
-from atoll.peer.rounds.consensus import round as machine
-from atoll.peer.rounds.consensus.round import Leads
+from atoll.peer.rounds.consensus.ballots import Leads, Place, leader_of, term_of
 from support.model import (
     HERE,
     NEXT,
@@ -67,7 +66,7 @@ class PlaceModel(Model):
         views: Sequence[tuple[Elector, ...]],
         attempts: Sequence[int],
         *,
-        place: machine.Place,
+        place: Place,
         knowing: Collection[int] = (),
     ) -> None:
         """`views` are electorates by process; processes that know of the order propose it."""
@@ -107,7 +106,7 @@ class PlaceModel(Model):
         return self.winners(state.messages | votes)
 
     def _leader_in(self, view: tuple[Elector, ...], attempt: int) -> int:
-        return view.index(machine.leader_of(view, self.place.position, machine.term_of(attempt)))
+        return view.index(leader_of(view, self.place.position, term_of(attempt)))
 
     def _own(self, index: int, attempt: int, incarnation: int) -> int:
         if index in self.knowing:

@@ -13,7 +13,7 @@ from atoll.optim.log.entry import MAX_MEMBERS, Certificate, Entry, Vote, sha256
 from atoll.optim.reduction.contribution import work_weight
 from atoll.peer.rounds.allreduce.eager import furthest_upfront
 from atoll.peer.rounds.allreduce.exchange import expected_plan, most_bytes
-from atoll.peer.rounds.consensus.round import leader_of
+from atoll.peer.rounds.consensus.ballots import leader_of
 from atoll.peer.rounds.messages import (
     PIECE_BYTES,
     UPFRONT,

@@ -20,6 +20,7 @@ from collections.abc import Hashable, Iterator
 from typing import Any
 
 from atoll.dht.refusals import RefusalCode
+from atoll.peer.rounds.consensus.ballots import Place, term_of
 from atoll.peer.rounds.consensus.member import (
     Failed,
     FetchEntries,
@@ -30,17 +31,8 @@ from atoll.peer.rounds.consensus.member import (
     MemberState,
     MemberView,
 )
-from atoll.peer.rounds.consensus.round import (
-    OVER,
-    Decide,
-    LeaderAbsent,
-    Left,
-    Place,
-    Probed,
-    Reported,
-    RoundState,
-    term_of,
-)
+from atoll.peer.rounds.consensus.round import OVER, RoundState
+from atoll.peer.rounds.consensus.round_events import Decide, LeaderAbsent, Left, Probed, Reported
 from support.round_model import (
     PLACE,
     Broken,

@@ -31,8 +31,8 @@ from atoll.optim.log.entry import (
     vote_payload,
 )
 from atoll.optim.log.locks import NO_DIGEST, Decree, promise_payload
+from atoll.peer.rounds.consensus.ballots import TERM, leader_of
 from atoll.peer.rounds.consensus.dissemination import group_payload
-from atoll.peer.rounds.consensus.round import TERM, leader_of
 from atoll.peer.rounds.messages import (
     ALIVE,
     CELL,

@@ -30,8 +30,7 @@ from atoll.optim.log import entry as log
 from atoll.optim.log import locks
 from atoll.optim.log.entry import Certificate, Entry, LogError, Vote, vote_payload
 from atoll.optim.log.locks import NO_DIGEST, Decree, Justification, Lock, SignedPromise
-from atoll.peer.rounds.consensus import round as machine
-from atoll.peer.rounds.consensus.round import Accepted, Booth, Leads, Place
+from atoll.peer.rounds.consensus.ballots import Accepted, Booth, Leads, Place, leader_of, term_of
 from support.model import DecidedTwice, elector, signature, verify
 
 PLACE = Place(1, 0)
@@ -78,8 +77,7 @@ class LiarsModel:
         self.entries = {value: self._entry(value) for value in VALUES}
         self.records = {value: one.encode() for value, one in self.entries.items()}
         self.leaders = {
-            a: machine.leader_of(self.electorate, PLACE.position, machine.term_of(a)).peer_id
-            for a in attempts
+            a: leader_of(self.electorate, PLACE.position, term_of(a)).peer_id for a in attempts
         }
         self._lying = {self.electorate[i].peer_id for i in liars}
         self._answers: dict[tuple[object, ...], Voter | None] = {}

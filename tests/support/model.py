@@ -12,7 +12,7 @@ come back to this one, as a replica does that recovers from an older snapshot.  
 votes no more, and says where it stands once the rules let it; that tells the coordinator what it
 takes to be undecided here for ever.
 
-The rules are those of `atoll.peer.rounds.consensus.round` and `atoll.optim.log.entry`; this file
+The rules are those of `atoll.peer.rounds.consensus.ballots` and `atoll.optim.log.entry`; this file
 only stores and restores what their objects hold.
 """
 
@@ -32,8 +32,16 @@ from atoll.optim.log.entry import (
     check_certificate,
     vote_payload,
 )
-from atoll.peer.rounds.consensus import round as machine
-from atoll.peer.rounds.consensus.round import TERM, Accepted, Booth, Leads, Place, Proposer
+from atoll.peer.rounds.consensus.ballots import (
+    TERM,
+    Accepted,
+    Booth,
+    Leads,
+    Place,
+    Proposer,
+    leader_of,
+    term_of,
+)
 
 HERE, NEXT = Place(1, 0), Place(1, 1)
 
@@ -111,7 +119,7 @@ class Model:
         self.passed_over = 0
         self.electorate = tuple(elector(i, 0) for i in range(electors))
         self.attempts, self.mishaps, self.leaving = attempts, mishaps, leaving
-        term = machine.term_of(max(attempts)) + 1
+        term = term_of(max(attempts)) + 1
         self.further = [TERM * (term + i) for i in range(electors)]
         """attempts for ``finish``"""
         every = (*attempts, *self.further)
@@ -121,7 +129,7 @@ class Model:
         self._changes: dict[tuple[object, ...], Change] = {}
 
     def leader(self, attempt: int) -> Elector:
-        return machine.leader_of(self.electorate, self.place.position, machine.term_of(attempt))
+        return leader_of(self.electorate, self.place.position, term_of(attempt))
 
     def explore(self) -> set[State]:
         """Every reachable state.

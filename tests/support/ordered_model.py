@@ -14,7 +14,8 @@ from functools import cached_property
 from typing import Any
 
 from atoll.optim.log.entry import Elector, Entry, Member
-from atoll.peer.rounds.consensus.round import CloseGroup, LeaderView, Round, SendProposal
+from atoll.peer.rounds.consensus.round import Round
+from atoll.peer.rounds.consensus.round_events import CloseGroup, LeaderView, SendProposal
 from support.joint_model import JointModel
 from support.round_model import PLACE, Broken, RoundModel, World
 

@@ -21,7 +21,7 @@ from atoll.optim.log.orders import (
     read_order,
     sign_order,
 )
-from atoll.peer.rounds.consensus.round import leader_of
+from atoll.peer.rounds.consensus.ballots import leader_of
 from support.strikes import (
     FLIGHTS,
     FLYING,

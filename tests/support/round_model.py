@@ -38,9 +38,9 @@ from atoll.optim.log.entry import (
     vote_payload,
 )
 from atoll.peer.rounds.consensus import round as machine
-from atoll.peer.rounds.consensus.round import (
-    Accepted,
-    Acceptor,
+from atoll.peer.rounds.consensus.ballots import Accepted, Acceptor, Leads, Place, leader_of
+from atoll.peer.rounds.consensus.round import Round, RoundState, Rules
+from atoll.peer.rounds.consensus.round_events import (
     AskPromises,
     CloseGroup,
     Decide,
@@ -48,21 +48,15 @@ from atoll.peer.rounds.consensus.round import (
     FetchEnded,
     LeaderAbsent,
     LeaderView,
-    Leads,
     Left,
     PartReduced,
-    Place,
     Polled,
     Probed,
     Promised,
     RepairPart,
     Reported,
-    Round,
-    RoundState,
-    Rules,
     SendProposal,
     VoteArrived,
-    leader_of,
 )
 from atoll.peer.rounds.messages import PROTOCOL, Group, PartDone, PartPlan, Ready, Report
 from support.model import elector, signature, verify

@@ -46,8 +46,8 @@ from atoll.optim.state.outer_state import OuterState
 from atoll.peer.recovery.recovery import Recovery
 from atoll.peer.recovery.sources import RosterSources
 from atoll.peer.rounds.conduct import Conduct
+from atoll.peer.rounds.consensus.ballots import Ballots
 from atoll.peer.rounds.consensus.member import OfferedWindow
-from atoll.peer.rounds.consensus.round import Ballots
 from atoll.peer.rounds.context import Context, RoundSettings
 from atoll.peer.rounds.engine import Rounds, Settled
 from atoll.peer.rounds.messages import PROTOCOL, READY, Ready, Report, report_payload, tagged

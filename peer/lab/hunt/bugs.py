@@ -25,7 +25,7 @@ from atoll.peer.daemon.keeping import KeptBallots
 from atoll.peer.gossip.messages import Terms
 from atoll.peer.gossip.peer import GossipPeer, Known, Outcomes
 from atoll.peer.rounds import fetching
-from atoll.peer.rounds.consensus.round import NOWHERE, Place
+from atoll.peer.rounds.consensus.ballots import NOWHERE, Place
 
 BugName = Literal[
     "skipped-fsync",

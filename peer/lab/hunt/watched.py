@@ -18,7 +18,7 @@ from atoll.peer.gossip.meeting import Meeting
 from atoll.peer.gossip.peer import GossipPeer
 from atoll.peer.lab.hunt.edges import Machine, here, living
 from atoll.peer.lab.hunt.mass_audits import Process
-from atoll.peer.rounds.consensus.round import Ballots, Place
+from atoll.peer.rounds.consensus.ballots import Ballots, Place
 
 
 class WatchedReplica(LiveReplica):

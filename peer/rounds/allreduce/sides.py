@@ -522,7 +522,7 @@ class Sender:
 
 
 # Of the deadline. A slow sender then costs only its own contribution: an owner loses its part to
-# another one after 3/4 of the deadline (`consensus.round`), and the round ends later still.
+# another one after 3/4 of the deadline (`consensus.parts`), and the round ends later still.
 SENDERS_SHARE = 0.5
 LONE_SHARE = 1 / 8  # in which a vector travels once at the rate by which the deadline is computed
 

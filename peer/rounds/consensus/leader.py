@@ -52,12 +52,12 @@ from atoll.optim.reduction.contribution import work_weight
 from atoll.peer.rounds import notices
 from atoll.peer.rounds.allreduce.exchange import Exchange, expected_plan
 from atoll.peer.rounds.conduct import Fault
+from atoll.peer.rounds.consensus.ballots import Accepted, Ballots, Leads, Place, leader_of, term_of
 from atoll.peer.rounds.consensus.dissemination import Delivery, Dissemination, seal
-from atoll.peer.rounds.consensus.round import (
-    Accepted,
+from atoll.peer.rounds.consensus.round import Round, RoundState, Rules
+from atoll.peer.rounds.consensus.round_events import (
     Action,
     AskPromises,
-    Ballots,
     CloseGroup,
     CommitArrived,
     Decide,
@@ -68,10 +68,8 @@ from atoll.peer.rounds.consensus.round import (
     FetchEnded,
     LeaderAbsent,
     LeaderView,
-    Leads,
     Left,
     PartReduced,
-    Place,
     Polled,
     Probed,
     Promised,
@@ -79,17 +77,12 @@ from atoll.peer.rounds.consensus.round import (
     RepairPart,
     ReportArrived,
     Reported,
-    Round,
-    RoundState,
-    Rules,
     SendLock,
     SendProposal,
     StopPoll,
     TellGone,
     Unreachable,
     VoteArrived,
-    leader_of,
-    term_of,
 )
 from atoll.peer.rounds.consensus.voter import Voter
 from atoll.peer.rounds.context import (

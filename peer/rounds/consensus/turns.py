@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 
 from atoll.optim.log.entry import Elector, max_liars
-from atoll.peer.rounds.consensus.round import leader_of
+from atoll.peer.rounds.consensus.ballots import leader_of
 from atoll.peer.rounds.consensus.terms import OwnTerms
 
 # Terms get twice the time after each turn of all leaders, so that a reduction that takes longer

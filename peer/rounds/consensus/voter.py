@@ -55,14 +55,7 @@ from atoll.optim.reduction.cells import Bytes, UpdateError
 from atoll.optim.state import vectors
 from atoll.optim.state.updates import Update, joined, numel_of
 from atoll.peer.rounds.conduct import Fault
-from atoll.peer.rounds.consensus.round import (
-    Accepted,
-    Ballots,
-    Booth,
-    Place,
-    leader_of,
-    term_of,
-)
+from atoll.peer.rounds.consensus.ballots import Accepted, Ballots, Booth, Place, leader_of, term_of
 from atoll.peer.rounds.consensus.turns import Turns
 from atoll.peer.rounds.context import HEAD_STALLS, Context, Decoded, ask_head, stands_at
 from atoll.peer.rounds.entries import completed, named, parsed

@@ -17,7 +17,7 @@ from atoll.peer.daemon.network import connect
 from atoll.peer.errors import WrongRole
 from atoll.peer.lab.own_keeper import keep_beside
 from atoll.peer.paths import PeerPaths
-from atoll.peer.rounds.consensus.round import NOWHERE, Place
+from atoll.peer.rounds.consensus.ballots import NOWHERE, Place
 from atoll.peer.training.permission import Allowed
 from support.limits import DEADLINE_S
 from support.organiser import LOOPBACK

@@ -8,8 +8,8 @@ import pytest
 from atoll.optim.log.entry import Entry
 from atoll.optim.state.layout import CELL, Layout
 from atoll.peer.rounds import policies
+from atoll.peer.rounds.consensus.ballots import leader_of
 from atoll.peer.rounds.consensus.member import OfferedWindow
-from atoll.peer.rounds.consensus.round import leader_of
 from atoll.peer.rounds.messages import Known
 from support.strikes import KINDS, Strike, expect_equal_end, passed, run_strike_in_flight
 from support.swarm import run_swarm, signed_epoch

@@ -8,7 +8,7 @@ import pytest
 from atoll.dht.refusals import RefusalCode
 from atoll.dht.transport import Refused
 from atoll.optim.log.entry import Elector, Entry, leader_order
-from atoll.peer.rounds.consensus.round import NOWHERE, Ballots, Booth, Leads, Place, leader_of
+from atoll.peer.rounds.consensus.ballots import NOWHERE, Ballots, Booth, Leads, Place, leader_of
 from atoll.peer.rounds.messages import Prepare, Propose, Voted, deflated
 from support.swarm import identity_of, reached, run_swarm
 

@@ -4,7 +4,7 @@ import pytest
 
 from atoll.optim.log.entry import Elector, leader_order
 from atoll.peer.rounds import reliance
-from atoll.peer.rounds.consensus.round import leader_of
+from atoll.peer.rounds.consensus.ballots import leader_of
 from atoll.peer.rounds.consensus.turns import Turns
 from atoll.peer.rounds.policies import (
     decision_patience_s,

@@ -9,7 +9,7 @@ from atoll.coordinator.run.outcome import Outcome
 from atoll.dht.identity import verify
 from atoll.dht.roster import RosterError
 from atoll.optim.log.entry import ChainMismatch, Entry, Epoch, verify_claims
-from atoll.peer.rounds.consensus.round import leader_of
+from atoll.peer.rounds.consensus.ballots import leader_of
 from support.swarm import RUN_ID, SETTINGS, run_swarm, signed_epoch
 
 run = partial(run_swarm, codec="int8")

@@ -12,7 +12,7 @@ from atoll.dht.transport import Refused
 from atoll.optim.log.entry import Entry
 from atoll.peer.rounds.allreduce import exchange
 from atoll.peer.rounds.allreduce.exchange import Exchange
-from atoll.peer.rounds.consensus.round import leader_of
+from atoll.peer.rounds.consensus.ballots import leader_of
 from atoll.peer.rounds.messages import REDUCE, UPFRONT, PartPlan, Upfront, tagged
 from atoll.peer.rounds.policies import kept_parts, split_cells
 from support.streams import heads, send

@@ -11,7 +11,7 @@ from atoll.optim.state.layout import CELL, Layout
 from atoll.peer.rounds import messages, policies
 from atoll.peer.rounds.allreduce import exchange
 from atoll.peer.rounds.allreduce.rows import RelayedPart, RowReduction
-from atoll.peer.rounds.consensus.round import leader_of
+from atoll.peer.rounds.consensus.ballots import leader_of
 from atoll.peer.rounds.messages import REDUCE, UPFRONT
 from support.streams import heads
 from support.strikes import COMMIT_S, KINDS, Strike, expect_no_work_lost, expect_sums, run_strike

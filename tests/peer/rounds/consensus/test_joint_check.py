@@ -5,9 +5,10 @@ Each broken rule below is one that somebody could write; the same search has to 
 
 import pytest
 
-from atoll.peer.rounds.consensus import round as machine
+from atoll.peer.rounds.consensus import ballots
+from atoll.peer.rounds.consensus.ballots import Proposer, leader_of
 from atoll.peer.rounds.consensus.member import MemberRound, MemberState
-from atoll.peer.rounds.consensus.round import Proposer, Round, RoundState, leader_of
+from atoll.peer.rounds.consensus.round import Round, RoundState
 from support.joint_model import JointModel
 from support.model import elector
 from support.round_model import PLACE, Broken
@@ -20,7 +21,7 @@ LEADER = int(FIRST.peer_id[1:])
 @pytest.fixture(autouse=True)
 def short_terms(monkeypatch):
     """Two attempts a term, or the worlds are up to ten times as many."""
-    monkeypatch.setattr(machine, "TERM", 2)
+    monkeypatch.setattr(ballots, "TERM", 2)
 
 
 @pytest.mark.parametrize(

@@ -13,28 +13,23 @@ from atoll.dht.transport import Refused
 from atoll.optim.log.entry import Certificate, Entry, Vote, sha256
 from atoll.optim.log.orders import RunSettings
 from atoll.peer.rounds.conduct import MAX_FAULTS, Fault
+from atoll.peer.rounds.consensus.ballots import Leads, Place, leader_of
 from atoll.peer.rounds.consensus.leader import LEAVE_STALLS, Leadership, Leading
-from atoll.peer.rounds.consensus.round import (
-    RETURN_STALLS,
+from atoll.peer.rounds.consensus.parts import Parts
+from atoll.peer.rounds.consensus.round import RETURN_STALLS, Round, RoundState, Rules
+from atoll.peer.rounds.consensus.round_events import (
     CloseGroup,
     Fail,
     FetchEnded,
     LeaderView,
-    Leads,
     Left,
     PartReduced,
-    Parts,
-    Place,
     Probed,
     RepairPart,
     Reported,
-    Round,
-    RoundState,
-    Rules,
     SendProposal,
     TellGone,
     Unreachable,
-    leader_of,
 )
 from atoll.peer.rounds.messages import (
     Announced,

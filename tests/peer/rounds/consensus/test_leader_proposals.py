@@ -13,7 +13,7 @@ from atoll.optim.log.evidence import EvidenceBook
 from atoll.peer.rounds.conduct import Fault
 from atoll.peer.rounds.consensus import leader as leaders
 from atoll.peer.rounds.consensus import voter as voters
-from atoll.peer.rounds.consensus.round import TERM, leader_of
+from atoll.peer.rounds.consensus.ballots import TERM, leader_of
 from atoll.peer.rounds.consensus.voter import MAX_ELECTORS, Voter, VoteTally
 from atoll.peer.rounds.messages import Voted, inflated
 from support.strikes import expect_no_work_lost, expect_sums, passed

@@ -10,7 +10,7 @@ from atoll.coordinator import policies
 from atoll.dht.tasks import end
 from atoll.dht.testing.memory import run_virtual
 from atoll.peer.daemon.log_run import LAST_VOTE_S
-from atoll.peer.rounds.consensus.round import leader_of
+from atoll.peer.rounds.consensus.ballots import leader_of
 from atoll.peer.rounds.messages import Decided, Known
 from support.strikes import Strike, expect_no_work_lost, expect_sums, passed, settled_down
 from support.swarm import SETTINGS, SMALL, Swarm, run_swarm, signed_epoch

@@ -11,8 +11,8 @@ import pytest
 from atoll.optim.log import entry as log
 from atoll.optim.log import locks
 from atoll.optim.log.entry import is_quorum
-from atoll.peer.rounds.consensus import round as machine
-from atoll.peer.rounds.consensus.round import TERM, Acceptor
+from atoll.peer.rounds.consensus import ballots
+from atoll.peer.rounds.consensus.ballots import TERM, Acceptor
 from support.liars_model import LiarsModel
 from support.model import DecidedTwice
 
@@ -90,7 +90,7 @@ def test_a_majority_is_no_quorum_with_liars(monkeypatch):
     def majority(voters, electors, trust="crash"):
         return is_quorum(voters, electors)
 
-    for module in (log, locks, machine):
+    for module in (log, locks, ballots):
         monkeypatch.setattr(module, "is_quorum", majority)
     expect_fork([0], FIRST)
 

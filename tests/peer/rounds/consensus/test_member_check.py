@@ -9,6 +9,7 @@ from typing import NamedTuple
 import pytest
 
 from atoll.dht.refusals import RefusalCode
+from atoll.peer.rounds.consensus.ballots import Place, leader_of
 from atoll.peer.rounds.consensus.member import (
     CLOSED_STALLS,
     Failed,
@@ -22,7 +23,6 @@ from atoll.peer.rounds.consensus.member import (
     ReportTurn,
     SendReport,
 )
-from atoll.peer.rounds.consensus.round import Place, leader_of
 from support.model import elector
 from support.round_model import Broken, canonical, clone
 

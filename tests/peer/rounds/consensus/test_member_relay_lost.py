@@ -10,7 +10,8 @@ from atoll.dht.transport import PeerUnreachable
 from atoll.optim.log.entry import Certificate, Entry
 from atoll.optim.state.layout import CELL, Layout
 from atoll.peer.rounds.consensus import member as members
-from atoll.peer.rounds.consensus.round import RETURN_STALLS, leader_of, term_of
+from atoll.peer.rounds.consensus.ballots import leader_of, term_of
+from atoll.peer.rounds.consensus.round import RETURN_STALLS
 from support.strikes import expect_no_work_lost, expect_sums, passed
 from support.swarm import SETTINGS, identity_of, run_swarm
 

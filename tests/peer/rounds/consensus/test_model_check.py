@@ -10,8 +10,8 @@ from atoll.dht.refusals import RefusalCode
 from atoll.dht.transport import Refused
 from atoll.optim.log import entry as log
 from atoll.optim.log.entry import is_quorum
-from atoll.peer.rounds.consensus import round as machine
-from atoll.peer.rounds.consensus.round import TERM, Acceptor, Booth, Leads
+from atoll.peer.rounds.consensus import ballots
+from atoll.peer.rounds.consensus.ballots import TERM, Acceptor, Booth, Leads
 from support.model import DecidedTwice, Message, Model, Voided
 
 
@@ -133,45 +133,45 @@ def any_promise_is_as_good(promises):
 
 def vote_for_anything(self, attempt, entry):
     self.promised = max(self.promised, attempt)
-    self.accepted = machine.Accepted(attempt=attempt, entry=entry)
+    self.accepted = ballots.Accepted(attempt=attempt, entry=entry)
     return True
 
 
 def test_half_of_the_electors_are_no_quorum(monkeypatch):
-    monkeypatch.setattr(machine, "is_quorum", plurality)
+    monkeypatch.setattr(ballots, "is_quorum", plurality)
     monkeypatch.setattr(log, "is_quorum", plurality)
     with pytest.raises(DecidedTwice):
         Model(4, terms(2), 0).explore()
 
 
 def test_a_leader_must_not_ignore_what_was_accepted(monkeypatch):
-    monkeypatch.setattr(machine, "value_to_propose", lambda promises: None)
+    monkeypatch.setattr(ballots, "value_to_propose", lambda promises: None)
     with pytest.raises(DecidedTwice):
         Model(3, terms(2), 0).explore()
 
 
 def test_a_leader_must_adopt_the_entry_of_the_highest_attempt(monkeypatch):
-    monkeypatch.setattr(machine, "value_to_propose", any_promise_is_as_good)
+    monkeypatch.setattr(ballots, "value_to_propose", any_promise_is_as_good)
     with pytest.raises(DecidedTwice):
         Model(3, terms(3), 0).explore()
 
 
 def test_a_leader_must_wait_for_a_quorum_of_promises(monkeypatch):
-    monkeypatch.setattr(machine.Proposer, "free", property(lambda self: bool(self.promises)))
+    monkeypatch.setattr(ballots.Proposer, "free", property(lambda self: bool(self.promises)))
     with pytest.raises(DecidedTwice):
         Model(3, terms(2), 0).explore()
 
 
 def test_a_leader_that_proposes_anew_needs_promises(monkeypatch):
     free = property(lambda self: self.attempt in (0, 1) or len(self.promises) * 2 > self._electors)
-    monkeypatch.setattr(machine.Proposer, "free", free)
+    monkeypatch.setattr(ballots.Proposer, "free", free)
     with pytest.raises(DecidedTwice):
         Model(3, [0, 1], 0).explore()
 
 
 def test_a_leader_must_not_propose_two_entries_at_one_attempt(monkeypatch):
     monkeypatch.setattr(Acceptor, "accept", vote_for_anything)
-    monkeypatch.setattr(machine, "value_to_propose", lambda promises: None)
+    monkeypatch.setattr(ballots, "value_to_propose", lambda promises: None)
     with pytest.raises(DecidedTwice):
         Model(3, [0, 1], 0).explore()
 
@@ -262,14 +262,14 @@ def test_an_entry_that_silent_electors_may_have_accepted_is_found(monkeypatch):
             len(proposer.promises),
         )
 
-    monkeypatch.setattr(machine.Proposer, "may_be_decided", named)
+    monkeypatch.setattr(ballots.Proposer, "may_be_decided", named)
     with pytest.raises(DecidedTwice):
         Model(3, terms(2), 0, passing=[TERM]).explore()
 
 
 def test_electors_that_accepted_an_entry_later_on_are_found_missed(monkeypatch):
     """Those that accepted it at an attempt before the highest one count too."""
-    monkeypatch.setattr(machine.Proposer, "may_be_decided", at_the_highest_attempt)
+    monkeypatch.setattr(ballots.Proposer, "may_be_decided", at_the_highest_attempt)
     with pytest.raises(DecidedTwice):
         Model(3, terms(3), 0, passing=[2 * TERM]).explore()
 

@@ -7,8 +7,10 @@ from dataclasses import replace
 
 import pytest
 
+from atoll.peer.rounds.consensus import ballots
 from atoll.peer.rounds.consensus import round as machine
-from atoll.peer.rounds.consensus.round import TERM, Proposer, Round, RoundState, leader_of
+from atoll.peer.rounds.consensus.ballots import TERM, Proposer, leader_of
+from atoll.peer.rounds.consensus.round import Round, RoundState
 from support.eviction_model import ORDER, EvictionModel
 from support.liars_model import LiarsModel
 from support.model import DecidedTwice, elector
@@ -85,7 +87,7 @@ def test_an_eviction_must_count_for_all_at_the_next_position(monkeypatch):
 @pytest.fixture
 def _short_terms(monkeypatch):
     """Two attempts a term, or the worlds are up to ten times as many."""
-    monkeypatch.setattr(machine, "TERM", 2)
+    monkeypatch.setattr(ballots, "TERM", 2)
 
 
 @pytest.mark.usefixtures("_short_terms")

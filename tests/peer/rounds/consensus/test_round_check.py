@@ -5,8 +5,11 @@ Each broken rule below is one that somebody could write; the same search has to 
 
 import pytest
 
+from atoll.peer.rounds.consensus import ballots
 from atoll.peer.rounds.consensus import round as machine
-from atoll.peer.rounds.consensus.round import OVER, Parts, Proposer, Round, RoundState
+from atoll.peer.rounds.consensus.ballots import Proposer
+from atoll.peer.rounds.consensus.parts import Parts
+from atoll.peer.rounds.consensus.round import OVER, Round, RoundState
 from atoll.peer.rounds.policies import Close
 from support import round_model
 from support.round_model import Broken, RoundModel
@@ -19,7 +22,7 @@ FIRST_TERM = ALL_STATES - {RoundState.CALLED}  # PREPARING too, for a second att
 def short_terms(request, monkeypatch):
     """Two attempts a term, or the worlds are up to ten times as many."""
     if request.node.get_closest_marker("exhaustive") is None:
-        monkeypatch.setattr(machine, "TERM", 2)
+        monkeypatch.setattr(ballots, "TERM", 2)
 
 
 @pytest.mark.parametrize(
@@ -155,7 +158,7 @@ def test_another_attempt_needs_promises(monkeypatch):
 
 
 def test_what_promises_name_has_to_be_proposed(monkeypatch):
-    monkeypatch.setattr(machine, "value_to_propose", lambda promises: None)
+    monkeypatch.setattr(ballots, "value_to_propose", lambda promises: None)
     expect_broken("decided twice", mishaps=2, reported=True)
 
 

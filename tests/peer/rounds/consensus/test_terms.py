@@ -9,8 +9,8 @@ from typing import Any
 
 from atoll.optim.log.entry import Elector
 from atoll.peer.lab.hunt.holdings import held_by
+from atoll.peer.rounds.consensus.ballots import TERM, Leads, Place, leader_of
 from atoll.peer.rounds.consensus.member import Flight, Pending
-from atoll.peer.rounds.consensus.round import TERM, Leads, Place, leader_of
 from atoll.peer.rounds.consensus.terms import MOST_RANGES, OwnTerms
 from atoll.peer.rounds.consensus.turns import Turns
 

@@ -9,8 +9,8 @@ from atoll.dht.refusals import RefusalCode
 from atoll.dht.transport import PeerUnreachable, Refused
 from atoll.optim.log.entry import Entry, Member, Part, StateRoot, proposal_payload, sha256
 from atoll.optim.reduction.cells import body_of
+from atoll.peer.rounds.consensus.ballots import leader_of
 from atoll.peer.rounds.consensus.leader import Leadership
-from atoll.peer.rounds.consensus.round import leader_of
 from atoll.peer.rounds.messages import Propose, Sworn, deflated
 from support.swarm import run_swarm
 

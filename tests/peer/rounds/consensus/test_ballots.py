@@ -5,7 +5,7 @@ import pytest
 from atoll.dht.refusals import RefusalCode
 from atoll.dht.transport import Refused
 from atoll.optim.log.entry import Elector
-from atoll.peer.rounds.consensus.round import (
+from atoll.peer.rounds.consensus.ballots import (
     TERM,
     Accepted,
     Acceptor,

@@ -43,7 +43,7 @@ from atoll.peer.rounds.allreduce.exchange import Exchange, HeldStream, check_upf
 from atoll.peer.rounds.conduct import guarded_call, guarded_stream
 from atoll.peer.rounds.consensus.ballots import Ballots, Place, term_of
 from atoll.peer.rounds.consensus.dissemination import Dissemination, take_passed, take_seals
-from atoll.peer.rounds.consensus.leader import Leading, OnLed
+from atoll.peer.rounds.consensus.leading import Leading, OnLed
 from atoll.peer.rounds.consensus.member import CONNECT_STALLS, Flight, OfferedWindow, Pending
 from atoll.peer.rounds.consensus.ordering import Ordering
 from atoll.peer.rounds.consensus.voter import Voter

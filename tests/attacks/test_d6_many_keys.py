@@ -14,7 +14,8 @@ from atoll.dht.roster import MAX_ASKS, DhtRoster, sign_record
 from atoll.dht.transport import Refused, admit_everyone
 from atoll.optim.log.entry import Elector
 from atoll.peer.rounds.consensus.ballots import leader_of
-from atoll.peer.rounds.consensus.leader import MAX_BEGUN, MAX_PROBED, Leadership
+from atoll.peer.rounds.consensus.leader import MAX_PROBED, Leadership
+from atoll.peer.rounds.consensus.leading import MAX_BEGUN
 from support.greedy import report_and_live
 from support.records import record_of
 from support.swarm import reached, ready_of, run_swarm

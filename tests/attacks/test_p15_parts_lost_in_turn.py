@@ -8,7 +8,7 @@ from atoll.optim.state import layout as cuts
 from atoll.optim.state.layout import Layout
 from atoll.peer.rounds import policies
 from atoll.peer.rounds.allreduce.sides import Owner
-from atoll.peer.rounds.consensus.leader import Polls
+from atoll.peer.rounds.consensus.polls import Polls
 from atoll.peer.rounds.consensus.round_events import SendProposal
 from atoll.peer.rounds.messages import ALIVE
 from support.attackers import report, stop_at

@@ -7,8 +7,7 @@ import pytest
 from atoll.dht.tasks import end
 from atoll.optim.log.entry import Certificate
 from atoll.peer.rounds.consensus import leader as leaders
-from atoll.peer.rounds.consensus.ballots import term_of
-from atoll.peer.rounds.consensus.leader import leader_of
+from atoll.peer.rounds.consensus.ballots import leader_of, term_of
 from support import attackers
 from support.swarm import SMALL, reached, run_swarm
 

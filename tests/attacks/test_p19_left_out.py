@@ -3,7 +3,7 @@
 import pytest
 
 from atoll.optim.log.entry import Elector, Entry
-from atoll.peer.rounds.consensus.leader import leader_of
+from atoll.peer.rounds.consensus.ballots import leader_of
 from atoll.peer.rounds.reliance import DISTRUSTED, FailedLeaders, Omissions
 from support import attackers
 from support.swarm import reached, run_swarm

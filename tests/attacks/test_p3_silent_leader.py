@@ -5,8 +5,7 @@ import asyncio
 import pytest
 
 from atoll.optim.log.entry import Certificate, Elector, first_sound_term
-from atoll.peer.rounds.consensus import leader as leaders
-from atoll.peer.rounds.consensus.ballots import term_of
+from atoll.peer.rounds.consensus.ballots import leader_of, term_of
 from support.attackers import prolong, stop_at
 from support.swarm import SETTINGS, SMALL, reached, run_swarm, signed_epoch
 
@@ -24,7 +23,7 @@ def test_a_run_goes_on_under_the_next_leader(tmp_path, monkeypatch, step):
         while not led:
             at, began_s = min(p.replica.position for p in honest), swarm.now()
             order = honest[0].replica.electorate
-            led += leaders.leader_of(order, at, 0) == liar.ctx.me
+            led += leader_of(order, at, 0) == liar.ctx.me
             await swarm.until(lambda at=at: reached(honest, at + 1), timeout_s=300.0)
             longest_s = max(longest_s, swarm.now() - began_s)
         assert longest_s < 2 * PATIENCE_S
@@ -47,9 +46,7 @@ def test_nobody_joins_a_group_of_longer_times_than_the_run_s(tmp_path, monkeypat
             for position, record in enumerate(honest[0].replica.store.headers(at, 4), at)
         }
         order = honest[0].replica.electorate
-        led = [
-            position for position in terms if leaders.leader_of(order, position, 0) == liar.ctx.me
-        ]
+        led = [position for position in terms if leader_of(order, position, 0) == liar.ctx.me]
         assert led and all(terms[position] > 0 for position in led)
         said = [
             event for peer in honest for event in peer.events if "group: expected a stall" in event
@@ -83,7 +80,7 @@ def test_a_leader_that_failed_is_passed_over(tmp_path, monkeypatch, electors, tr
             while led < times:
                 at, began_s = min(p.replica.position for p in trainers), swarm.now()
                 order = honest[0].replica.electorate
-                led += leaders.leader_of(order, at, 0) == liar.ctx.me
+                led += leader_of(order, at, 0) == liar.ctx.me
                 await swarm.until(lambda at=at: reached(trainers, at + 1), timeout_s=300.0)
                 longest_s = max(longest_s, swarm.now() - began_s)
             return longest_s
@@ -107,7 +104,7 @@ def test_an_epoch_does_not_begin_with_a_leader_whose_term_failed(tmp_path, elect
         at, chain, electorate = replica.position, replica.chain, list(replica.electorate)
         swarm.network.on_message = lambda *message: False  # the run stands still there
         await asyncio.sleep(20)
-        failed = {leaders.leader_of(electorate, at, term).peer_id for term in (0, 1)}
+        failed = {leader_of(electorate, at, term).peer_id for term in (0, 1)}
         first_term = first_sound_term(electorate, at, failed)
         assert first_term == 2
         swarm.network.on_message = None
@@ -123,7 +120,7 @@ def test_an_epoch_does_not_begin_with_a_leader_whose_term_failed(tmp_path, elect
             term_of(Certificate.decode(row.certificate).attempt)
             for row in replica.store.headers(at, 3)
         ]
-        led = [leaders.leader_of(electorate, at + i, t).peer_id for i, t in enumerate(terms)]
+        led = [leader_of(electorate, at + i, t).peer_id for i, t in enumerate(terms)]
         assert terms[0] == 2 and not failed & set(led), "they are passed over from now on"
         assert swarm.same_bits(peers)
 
@@ -132,7 +129,7 @@ def test_an_epoch_does_not_begin_with_a_leader_whose_term_failed(tmp_path, elect
 
 def test_the_first_sound_term_is_led_by_nobody_who_failed():
     electorate = [Elector(peer_id=name, incarnation="1") for name in "abcd"]
-    order = [leaders.leader_of(electorate, 7, term).peer_id for term in range(4)]
+    order = [leader_of(electorate, 7, term).peer_id for term in range(4)]
     assert first_sound_term(electorate, 7, ()) == 0
     assert first_sound_term(electorate, 7, order[:1]) == 1
     assert first_sound_term(electorate, 7, order[:3]) == 3

@@ -20,7 +20,7 @@ from atoll.optim.log.entry import (
 )
 from atoll.optim.log.locks import Lock
 from atoll.peer.rounds.consensus.ballots import Accepted, leader_of, term_of
-from atoll.peer.rounds.consensus.leader import Polls
+from atoll.peer.rounds.consensus.polls import Polls
 from atoll.peer.rounds.consensus.round_events import SendLock, SendProposal
 from atoll.peer.rounds.consensus.voter import Voter
 from atoll.peer.rounds.messages import (

@@ -22,8 +22,13 @@ from atoll.peer.rounds.allreduce.sides import Owner
 from atoll.peer.rounds.consensus import leader as leaders
 from atoll.peer.rounds.consensus import member
 from atoll.peer.rounds.consensus.ballots import TERM, leader_of
-from atoll.peer.rounds.consensus.leader import Polls
-from atoll.peer.rounds.consensus.round_events import ElectorsProbed, SendProposal
+from atoll.peer.rounds.consensus.polls import Polls
+from atoll.peer.rounds.consensus.round_events import (
+    ElectorsProbed,
+    LeaderAbsent,
+    Promised,
+    SendProposal,
+)
 from atoll.peer.rounds.messages import (
     ALIVE,
     Announced,
@@ -362,7 +367,7 @@ def usurp(monkeypatch, liar, *, asks=True):
     async def at_once(leadership):
         if leadership.ctx is not liar.ctx:
             return await await_absence(leadership)
-        leadership._take(leaders.LeaderAbsent())
+        leadership._take(LeaderAbsent())
 
     async def nobody(leadership):
         return {} if leadership.ctx is liar.ctx else await ask(leadership)
@@ -372,7 +377,7 @@ def usurp(monkeypatch, liar, *, asks=True):
     async def make_up(polls, question, index, *args):
         if polls._ctx is not liar.ctx or asks:
             return await ask_promise(polls, question, index, *args)
-        polls._take(leaders.Promised(attempt=question.attempt, elector=index, accepted=None))
+        polls._take(Promised(attempt=question.attempt, elector=index, accepted=None))
 
     monkeypatch.setattr(leaders.Polls, "_ask_promise", make_up)
     monkeypatch.setattr(liar.ctx, "skipped_terms", lambda position: range(len(others(position))))

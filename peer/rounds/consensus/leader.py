@@ -11,8 +11,8 @@ of the term; what is done, and when, the machine in `round.py` decides. All wait
 sessions by signs of life, the group by the grace, the reduction by the group's deadline, votes by
 their calls. The roster is some seconds old, so each trainer is asked where it stands.
 
-`Leading` holds the leaderships of this peer, `Leadership` is one of them, and `Polls` asks electors
-for promises and votes. Over a `LocalStream` a leader is a member of its own group like the others.
+`Leading` (`leading.py`) holds the leaderships of this peer; `Leadership` is one of them. `Polls`
+(`polls.py`) asks electors for promises and votes, and `forming.py` forms the group.
 """
 
 from __future__ import annotations
@@ -22,44 +22,26 @@ import math
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 from atoll.dht.refusals import RefusalCode
-from atoll.dht.tasks import Tasks, beside, end, race, together
-from atoll.dht.transport import RELAY_LOST, DeadlineExceeded, Refused, Stream, TransportError
+from atoll.dht.tasks import Tasks, beside, end, together
+from atoll.dht.transport import RELAY_LOST, Refused, Stream, TransportError
 from atoll.optim.log.electorate import succeed
-from atoll.optim.log.entry import (
-    Certificate,
-    CertificateInvalid,
-    Elector,
-    Entry,
-    EntryKind,
-    LogError,
-    MalformedRecord,
-    Member,
-    Part,
-    StateRoot,
-    commit_payload,
-    proposal_payload,
-    sha256,
-    vote_payload,
-)
-from atoll.optim.log.locks import NO_DIGEST, Decree, SignedPromise, check_lock, check_promise
-from atoll.optim.log.units import UnitsInvalid, count_of, expect_held, read_units, units_after
-from atoll.optim.reduction.cells import Bytes, UpdateError
-from atoll.optim.reduction.contribution import work_weight
+from atoll.optim.log.entry import Certificate, Elector, Entry, EntryKind, Member, Part, StateRoot
+from atoll.optim.log.units import units_after
+from atoll.optim.reduction.cells import UpdateError
 from atoll.peer.rounds import notices
-from atoll.peer.rounds.allreduce.exchange import Exchange, expected_plan
-from atoll.peer.rounds.conduct import Fault
-from atoll.peer.rounds.consensus.ballots import Accepted, Ballots, Leads, Place, leader_of, term_of
-from atoll.peer.rounds.consensus.dissemination import Delivery, Dissemination, seal
+from atoll.peer.rounds.allreduce.exchange import Exchange
+from atoll.peer.rounds.consensus.ballots import Leads, Place, leader_of
+from atoll.peer.rounds.consensus.dissemination import Delivery, seal
+from atoll.peer.rounds.consensus.forming import form_group
+from atoll.peer.rounds.consensus.polls import PROBE_S, Polls
 from atoll.peer.rounds.consensus.round import Round, RoundState, Rules
 from atoll.peer.rounds.consensus.round_events import (
     Action,
     AskPromises,
     CloseGroup,
-    CommitArrived,
     Decide,
     ElectorsProbed,
     Event,
@@ -70,9 +52,7 @@ from atoll.peer.rounds.consensus.round_events import (
     LeaderView,
     Left,
     PartReduced,
-    Polled,
     Probed,
-    Promised,
     Readmit,
     RepairPart,
     ReportArrived,
@@ -82,7 +62,6 @@ from atoll.peer.rounds.consensus.round_events import (
     StopPoll,
     TellGone,
     Unreachable,
-    VoteArrived,
 )
 from atoll.peer.rounds.consensus.voter import Voter
 from atoll.peer.rounds.context import (
@@ -92,357 +71,36 @@ from atoll.peer.rounds.context import (
     Context,
     Decoded,
     ask_head,
-    failure_key,
     stands_at,
 )
-from atoll.peer.rounds.entries import named, parsed
 from atoll.peer.rounds.fetching import fetch_part
 from atoll.peer.rounds.messages import (
     ALIVE,
     GONE,
     GROUP,
     PART_DONE,
-    PROTOCOL,
     READY,
     REPAIR,
     SEATED,
-    AskCommit,
     AskHeard,
-    Ballot,
     Closed,
-    Decided,
     Gone,
-    Group,
     Head,
     Heard,
-    JustifiedPropose,
-    LockedPromise,
     PartDone,
-    PartPlan,
-    Prepare,
-    Promise,
-    Propose,
     Ready,
     Repair,
-    Report,
-    Reports,
     Seated,
-    Sworn,
-    deflated,
     is_large,
-    report_payload,
     reports_root,
     tagged,
 )
-from atoll.peer.rounds.policies import (
-    MAX_AHEAD,
-    POLL_STALLS,
-    admit,
-    agreed_silent,
-    kept_parts,
-    may_own,
-    positions_ahead,
-    round_deadline_s,
-    slowest_mbit_s,
-    split_cells,
-)
+from atoll.peer.rounds.policies import agreed_silent
 
-PROBE_S = 1.0  # how often peers that are waited for are asked
 MAX_PROBED = 64  # trainers that are asked again in one probe; admitted keys may be many
-# Terms that one caller may have begun here and that are not over: as many as positions in flight.
-# A leadership has tasks, and asks the others each second.
-MAX_BEGUN = MAX_AHEAD + 1
-ASKED_AGAIN = frozenset({RefusalCode.NO_REPORTS, RefusalCode.UNDER_WAY})
-"""Refusals of electors that answer another time: with the reports, or when the term opens."""
+
+
 LEAVE_STALLS = 2  # a decision that goes from peer to peer takes a second among a thousand
-
-
-Question = AskPromises | SendProposal | SendLock
-
-
-class Polls:
-    """Asks the electors of one position, one question at a time."""
-
-    def __init__(
-        self,
-        ctx: Context,
-        voter: Voter,
-        place: Place,
-        *,
-        is_live: Callable[[str], bool],
-        take: Callable[[Event], object],
-    ) -> None:
-        """Prepare to ask the electors of `place`.
-
-        Args:
-            ctx: the leader's.
-            voter: the leader's own.
-            place: what the polls are about.
-            is_live: whether a peer is known to be alive; others are probed before they are asked.
-            take: gets the answers.
-        """
-        self._ctx = ctx
-        self._voter = voter
-        self._place = place
-        self._is_live = is_live
-        self._take = take
-        self._poll: asyncio.Task[None] | None = None
-        self._reports: dict[bytes, Reports] = {b"": ()}
-        """signed reports of the entries that may be proposed, by the digest in them"""
-        self._sound: set[bytes] = set()
-        """digests of entries that promises named, and that break no rule"""
-        self._group: Group | None = None
-        """the leader's own"""
-
-    def know_group(self, group: Group) -> None:
-        """Keep the group whose entry may be proposed."""
-        self._group = group
-        self.know(group.reports)
-
-    def know(self, reports: Reports) -> None:
-        """Keep the reports of an entry that may be proposed."""
-        self._reports[reports_root(reports)] = reports
-
-    def ask(self, question: Question, electorate: Sequence[Elector]) -> None:
-        """Ask all electors at once; `Polled` comes after the last answer."""
-        self._poll = asyncio.create_task(self._run(question, electorate))
-
-    async def stop(self) -> None:
-        """Wait for no more answers."""
-        poll, self._poll = self._poll, None
-        if poll is not None:
-            await end(poll)
-
-    def check(self) -> None:
-        """Raise what a poll failed with."""
-        if self._poll is not None and self._poll.done():
-            self._poll.result()
-
-    async def _run(self, question: Question, electorate: Sequence[Elector]) -> None:
-        timeout_s = POLL_STALLS * self._ctx.settings.stall_s
-        try:
-            async with asyncio.TaskGroup() as group:
-                if isinstance(question, AskPromises):
-                    record = Prepare(
-                        epoch=self._place.epoch,
-                        position=self._place.position,
-                        attempt=question.attempt,
-                    ).encode()
-                    for index in range(len(electorate)):
-                        asking = self._ask_promise(question, index, electorate, record, timeout_s)
-                        group.create_task(asking)
-                elif isinstance(question, SendLock):
-                    for index, elector in enumerate(electorate):
-                        record = self._lock_record(question, index)
-                        asking = self._ask_commit(question, index, elector, record, timeout_s)
-                        group.create_task(asking)
-                else:
-                    self._ask_votes(question, electorate, group, question.deadline_s or timeout_s)
-        except BaseExceptionGroup as failures:  # the first one is the reason that the term failed
-            raise failures.exceptions[0] from None
-        self._take(Polled(attempt=question.attempt))
-
-    def _proposals(self, question: SendProposal) -> Proposals:
-        """Encode a proposal for electors that have its members with their group, and for others."""
-        whole, entry = self._proposal(question), question.entry
-        known: dict[str, object] = {"reports": ()}
-        if self._group is not None and entry.members == self._group.members:
-            known |= {"entry": deflated(entry.without_members()), "group": self._group.digest}
-        return Proposals(
-            members=frozenset(member.peer_id for member in entry.members),
-            brief=whole.model_copy(update=known).encode(),
-            whole=whole.encode(),
-        )
-
-    def _proposal(self, question: SendProposal) -> Propose:
-        payload = proposal_payload(question.entry, question.attempt)
-        propose = Propose(
-            attempt=question.attempt,
-            entry=deflated(question.entry.encode()),
-            reports=self._reports.get(question.entry.reports, ()),
-            signature=self._ctx.sign(payload),
-        )
-        if self._ctx.replica.trust == "crash":
-            return propose
-        return JustifiedPropose(**dict(propose), justification=question.justification)
-
-    def _lock_record(self, question: SendLock, elector: int) -> bytes:
-        """An elector that has not voted may lack the entry, which it has to name in promises."""
-        entry = b""
-        reports: Reports = ()
-        if elector not in {vote.elector for vote in question.lock.votes}:
-            entry = deflated(question.entry.encode())
-            reports = self._reports.get(question.entry.reports, ())
-        return AskCommit(
-            epoch=self._place.epoch,
-            position=self._place.position,
-            lock=question.lock,
-            entry=entry,
-            reports=reports,
-        ).encode()
-
-    async def _ask_promise(
-        self,
-        question: AskPromises,
-        index: int,
-        electorate: Sequence[Elector],
-        record: bytes,
-        timeout_s: float,
-    ) -> None:
-        replica = self._ctx.replica
-        decree = Decree(replica.run_id, *self._place, replica.chain)
-
-        async def taken_locked(answer: bytes) -> Promised:
-            promise = LockedPromise.decode(answer)
-            accepted = None
-            if promise.lock is not None:
-                entry, record = await self._entry_of(promise, decree)
-                check_lock(entry, promise.lock, electorate, self._ctx.verify)
-                accepted = Accepted(attempt=promise.lock.attempt, entry=record, lock=promise.lock)
-            signed = SignedPromise(
-                elector=index,
-                locked=accepted.attempt + 1 if accepted else 0,
-                digest=sha256(accepted.entry) if accepted else NO_DIGEST,
-                signature=promise.signature,
-            )
-            check_promise(decree, question.attempt, signed, electorate, self._ctx.verify)
-            return Promised(
-                attempt=question.attempt, elector=index, accepted=accepted, signed=signed
-            )
-
-        async def taken(answer: bytes) -> Promised:
-            promise = Promise.decode(answer)
-            accepted = None
-            if promise.entry:
-                if promise.accepted_attempt >= question.attempt:
-                    raise MalformedRecord("expected an entry of a ballot before the promised one")
-                _, record = await self._entry_of(promise, decree)
-                accepted = Accepted(attempt=promise.accepted_attempt, entry=record)
-            return Promised(attempt=question.attempt, elector=index, accepted=accepted)
-
-        reader = taken_locked if replica.trust == "byzantine" else taken
-        peer = electorate[index].peer_id
-        # An earlier term may have its time, no longer than this one has.
-        until = self._ctx.now() + self._voter.time_s(term_of(question.attempt))
-        while await self._ask(peer, "prepare", record, timeout_s, reader) == RefusalCode.UNDER_WAY:
-            if self._ctx.now() >= until:
-                return
-            await asyncio.sleep(PROBE_S)
-
-    async def _entry_of(
-        self, promise: Promise | LockedPromise, decree: Decree
-    ) -> tuple[Entry, bytes]:
-        """Return the entry that a promise names, which this leader may have to propose.
-
-        Raises:
-            LogError: it is no entry, did not come with the reports that it names, or breaks a rule.
-            Refused: it is of another place, or breaks a rule.
-        """
-        record, _ = await named(self._ctx.compute, promise.entry)
-        entry = await parsed(self._ctx.compute, record)
-        if Decree.of(entry) != decree:
-            # No fault: peers of two branches must not bar each other before an epoch joins them.
-            raise Refused(
-                RefusalCode.ELSEWHERE, "the promised entry is of another position or chain"
-            )
-        if reports_root(promise.reports) != entry.reports:
-            raise MalformedRecord("expected the reports that the promised entry names")
-        if (digest := sha256(record)) not in self._sound:
-            await self._voter.check_promised(entry, promise.reports)
-            self._sound.add(digest)
-        self.know(promise.reports)
-        return entry, record
-
-    def _ask_votes(
-        self,
-        question: SendProposal,
-        electorate: Sequence[Elector],
-        group: asyncio.TaskGroup,
-        timeout_s: float,
-    ) -> None:
-        records = self._proposals(question)
-        for index, elector in enumerate(electorate):
-            group.create_task(self._ask_vote(question, index, elector, records, timeout_s))
-
-    async def _ask_vote(
-        self,
-        question: SendProposal,
-        index: int,
-        elector: Elector,
-        records: Proposals,
-        timeout_s: float,
-    ) -> None:
-        async def taken(answer: bytes) -> VoteArrived:
-            signature = Ballot.decode(answer).signature
-            payload = vote_payload(question.entry, question.attempt)
-            if not self._ctx.verify(elector.peer_id, payload, signature):
-                raise CertificateInvalid("invalid signature on the vote")
-            return VoteArrived(attempt=question.attempt, elector=index, signature=signature)
-
-        peer, refused = elector.peer_id, None
-        if peer in records.members:
-            refused = await self._ask(peer, "propose", records.brief, timeout_s, taken)
-        if peer not in records.members or refused == RefusalCode.NO_REPORTS:
-            await self._ask(peer, "propose", records.whole, timeout_s, taken)
-
-    async def _ask_commit(
-        self, question: SendLock, index: int, elector: Elector, record: bytes, timeout_s: float
-    ) -> None:
-        async def taken(answer: bytes) -> CommitArrived:
-            signature = Ballot.decode(answer).signature
-            payload = commit_payload(question.entry, question.attempt)
-            if not self._ctx.verify(elector.peer_id, payload, signature):
-                raise CertificateInvalid("invalid signature on the commit")
-            return CommitArrived(attempt=question.attempt, elector=index, signature=signature)
-
-        await self._ask(elector.peer_id, "lock", record, timeout_s, taken)
-
-    async def _ask(
-        self,
-        peer: str,
-        method: str,
-        record: bytes,
-        timeout_s: float,
-        taken: Callable[[bytes], Awaitable[Event]],
-    ) -> RefusalCode | None:
-        """Pass on an elector's good answer; return the code that it refused with, if it did."""
-        if self._ctx.conduct.is_out(peer):
-            return None
-        try:
-            if peer == self._ctx.me.peer_id:
-                answer = await self._voter.answer(peer, method, record)
-            # A peer without a session may be gone: a head takes half a stall, a poll up to ten.
-            elif self._is_live(peer) or await ask_head(self._ctx, peer) is not None:
-                call = self._ctx.transport.call
-                answer = await call(peer, method, record, timeout_s=timeout_s)
-            else:
-                return None
-            self._take(await taken(answer))
-        except (Refused, LogError) as error:
-            if isinstance(error, Refused) and error.code in ASKED_AGAIN:
-                return error.code
-            if isinstance(error, LogError):
-                self._ctx.fault(peer, Fault.BAD_VOTE)
-            self._ctx.on_event(
-                "warning",
-                notices.no_vote(round=self._place.position + 1, peer=peer, reason=str(error)),
-                key=("no vote", self._place.position, peer, failure_key(error)),
-            )
-            return error.code if isinstance(error, Refused) else None
-        except TransportError:
-            pass
-        return None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Proposals:
-    """One proposal as two records."""
-
-    members: frozenset[str]
-    """PeerIDs of the entry's members"""
-    brief: bytes
-    """without members and reports: for members, which have them with their group"""
-    whole: bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -971,382 +629,3 @@ class Leadership:
             async with asyncio.timeout(timeout_s):
                 await self.changed.wait()
         self.changed.clear()
-
-
-OnLed = Callable[[Entry, Certificate, Bytes], None]
-"""(entry, certificate, body) of what was led here to its certificate."""
-
-Reach = Callable[[int], Awaitable[None]]
-"""Waits a moment until this peer stands at a position, and looks for what it misses."""
-
-Commit = Callable[[Entry, Certificate, Bytes], Awaitable[None]]
-
-
-class Leading:
-    """Leaderships by (epoch, position, term)."""
-
-    def __init__(
-        self,
-        ctx: Context,
-        voter: Voter,
-        *,
-        dissemination: Dissemination,
-        reach: Reach,
-        commit: Commit,
-        on_led: OnLed,
-        ballots: Ballots | None = None,
-    ) -> None:
-        """`commit` applies an entry here; `on_led` gets it after that.
-
-        `ballots` remembers where this elector may have proposed.
-        """
-        self._ctx = ctx
-        self._voter = voter
-        self._dissemination = dissemination
-        self._reach = reach
-        self._ahead = positions_ahead(len(ctx.replay.fragments))
-        self._commit = commit
-        self._on_led = on_led
-        self._leads = Leads(ctx.me, ballots, ctx.replica.trust)
-        self._leaderships: dict[tuple[int, int, int], Leadership] = {}
-        self._tasks = Tasks()
-
-    def at(self, place: Place, term: int) -> Leadership | None:
-        """The leadership of a term, if it is under way here."""
-        return self._leaderships.get((place.epoch, place.position, term))
-
-    def left_out(self, place: Place) -> dict[str, str]:
-        """Return the peers without which groups of a position were closed, and why."""
-        found: dict[str, str] = {}
-        for (epoch, position, _), leadership in self._leaderships.items():
-            if (epoch, position) == place:
-                found |= leadership.round.left_out
-        return found
-
-    async def close(self) -> None:
-        """End everything that is under way."""
-        for leadership in list(self._leaderships.values()):
-            await leadership.close()
-        await self._tasks.close()
-
-    def line_to_myself(self) -> Stream:
-        """A stream by which this peer is a member of a term that it leads."""
-        here, there = stream_pair(self._ctx.me.peer_id, "round")
-        self._tasks.spawn(self._serve_myself(there))
-        return here
-
-    async def _serve_myself(self, stream: LocalStream) -> None:
-        try:
-            await self.serve(self._ctx.me.peer_id, stream)
-        except Refused as error:
-            stream.refuse(error)
-        except TransportError:
-            pass
-        finally:
-            await stream.close()
-
-    async def serve(self, remote: str, stream: Stream) -> None:
-        """Take a member's report, and hold its session.
-
-        Raises:
-            Refused: with the reason.
-        """
-        message = await stream.recv(timeout_s=self._ctx.settings.stall_s)
-        if message is None or message[:1] != READY:
-            raise Refused(RefusalCode.BAD_READY, "expected a Ready record first")
-        ready = Ready.decode(message[1:])
-        await self._check(remote, ready)
-        replica = self._ctx.replica
-        place = Place(ready.epoch, ready.position)
-        self._leads.check(place, ready.term, replica.electorate)
-        self._voter.expect_near(ready.term)
-        if ready.position == replica.position and ready.term < self._voter.term:
-            raise Refused(RefusalCode.SUPERSEDED, f"term {self._voter.term} is under way")
-        await self._lead(remote, place, ready.term).serve(remote, ready, stream)
-
-    async def _check(self, remote: str, ready: Ready) -> None:
-        barred = self._ctx.conduct.barred(remote, self._ctx.now())
-        if barred is not None:
-            raise Refused(RefusalCode.BARRED, str(barred))
-        if ready.protocol != PROTOCOL:
-            raise Refused(
-                RefusalCode.PROTOCOL, f"expected protocol {PROTOCOL}, got {ready.protocol}"
-            )
-        self._check_report(remote, ready)
-        await self._check_place(ready)
-        self._check_units(remote, ready)
-
-    def _check_report(self, remote: str, ready: Ready) -> None:
-        """Check a report as voters will; the weight is 0, or follows from the work."""
-        report = ready.report
-        due = work_weight(report.tokens, report.steps, self._ctx.replay.method.weights)
-        # Others take -0.0 for 0: for them its sender would have signed another report.
-        if report.weight not in (0.0, due) or math.copysign(1.0, report.weight) < 0:
-            self._ctx.fault(remote, Fault.BAD_WEIGHT)
-            raise Refused(
-                RefusalCode.BAD_WEIGHT,
-                f"expected a weight of 0 or {due:g} for {report.tokens} tokens in {report.steps} "
-                f"steps, got {report.weight:g}",
-            )
-        payload = report_payload(self._ctx.replica.run_id, report)
-        if not self._ctx.verify(remote, payload, ready.signature):
-            self._ctx.fault(remote, Fault.BAD_REPORT)
-            raise Refused(RefusalCode.BAD_READY, "expected a report that its sender signed")
-
-    def _check_units(self, remote: str, ready: Ready) -> None:
-        """Refuse a report that names other units than its sender holds.
-
-        An entry with it would be invalid. It is no fault: the sender may have lost its lease with
-        an entry that it has not seen.
-        """
-        replica, report = self._ctx.replica, ready.report
-        held = 0
-        if replica.module.units:
-            held = count_of(read_units(replica.standing.units or b"").held_by(remote))
-        counts = report.weight > 0 if replica.module.units else report.units > 0
-        try:
-            expect_held(remote, report.units, held, counts=counts)
-        except UnitsInvalid as error:
-            raise Refused(RefusalCode.BAD_UNITS, str(error)) from error
-
-    async def _check_place(self, ready: Ready) -> None:
-        """Raise Refused unless both stand on one log, at the position or a little before it."""
-        replica = self._ctx.replica
-        await self._reach(ready.stands_at)
-        if replica.position > ready.position:
-            raise Refused(
-                RefusalCode.DECIDED, f"expected a report at {replica.position} or beyond it"
-            )
-        same = (replica.position, replica.chain) == (ready.stands_at, ready.chain)
-        on_the_log = replica.epoch == ready.epoch and (same or ready.stands_at < replica.position)
-        near = ready.stands_at <= ready.position <= ready.stands_at + self._ahead
-        first = ready.term == 0 or ready.position == replica.position
-        if not (on_the_log and near and first):
-            raise Refused(
-                RefusalCode.ELSEWHERE,
-                f"this peer is at (epoch, position) {(replica.epoch, replica.position)} and takes "
-                f"at most {self._ahead} ahead of it, got {(ready.epoch, ready.position)} "
-                f"from {ready.stands_at}; fetch the missing entries",
-            )
-
-    def bring_order(self, place: Place, term: int) -> None:
-        """Lead a term of ours for an order, whether or not anybody reports.
-
-        Raises:
-            Refused: it is not ours to lead.
-        """
-        self._leads.check(place, term, self._ctx.replica.electorate)
-        self._lead(self._ctx.me.peer_id, place, term).call()
-
-    def _lead(self, remote: str, place: Place, term: int) -> Leadership:
-        """Return the leadership of a term of ours; it starts with the first call.
-
-        Raises:
-            Refused: the caller has begun too many.
-        """
-        key = (place.epoch, place.position, term)
-        if key not in self._leaderships:
-            begun = sum(one.begun_by == remote for one in self._leaderships.values())
-            if remote != self._ctx.me.peer_id and begun >= MAX_BEGUN:
-                raise Refused(
-                    RefusalCode.BUSY, f"you have begun {begun} terms here that are not over"
-                )
-            leadership = Leadership(
-                ctx=self._ctx,
-                voter=self._voter,
-                leads=self._leads,
-                place=place,
-                term=term,
-                check=self._check,
-                begun_by=remote,
-            )
-            self._leaderships[key] = leadership
-            self._tasks.spawn(self._run(key, leadership))
-        return self._leaderships[key]
-
-    async def _run(self, key: tuple[int, int, int], leadership: Leadership) -> None:
-        try:
-            outcome = await race(
-                leadership.run(), self._await_end(leadership), expected=(AttemptFailed,)
-            )
-            if outcome is None:
-                return
-            announced = self._tasks.spawn(
-                self._announce(leadership, outcome.entry, outcome.certificate)
-            )
-            body = await self._voter.gather(outcome.entry, self._ctx.me.peer_id)
-            await self._commit(outcome.entry, outcome.certificate, body)
-            self._on_led(outcome.entry, outcome.certificate, body)
-            await announced
-            await leadership.until_left()
-        except (AttemptFailed, TransportError, ValueError) as error:
-            # An entry before the position may name another leader for it, which is no failure.
-            if not (isinstance(error, Refused) and error.code is RefusalCode.NOT_THE_LEADER):
-                self._voter.give_up(leadership.place, leadership.term)
-                self._ctx.on_event(
-                    "warning",
-                    notices.own_term_failed(round=key[1] + 1, term=key[2], reason=str(error)),
-                    key=("own term failed", key[1], failure_key(error)),
-                )
-        finally:
-            self._leaderships.pop(key, None)  # first, so that nobody joins what is over
-            await leadership.close()
-
-    async def _await_end(self, leadership: Leadership) -> None:
-        """Return once the position is decided, its epoch over, or another elector to lead it."""
-        replica, place = self._ctx.replica, leadership.place
-        with suppress(Refused):
-            while replica.epoch == place.epoch and replica.position <= place.position:
-                self._leads.check(place, leadership.term, replica.electorate)
-                await replica.passed(replica.position)
-
-    async def _announce(
-        self, leadership: Leadership, entry: Entry, certificate: Certificate
-    ) -> None:
-        decided = Decided(entry=entry.encode(), certificate=certificate.encode())
-        live = sorted(leadership.round.live)  # first: they surely live, and pass it on
-        others = set(leadership.sessions) | set(self._ctx.seen)
-        others |= {elector.peer_id for elector in entry.electorate}
-        await self._dissemination.tell(decided, [*live, *sorted(others)])
-
-
-def form_group(ctx: Context, place: Place, term: int, ready: Mapping[str, Ready]) -> Group:
-    """The group of these members, in their order."""
-    cells = ctx.replay.cells_at(place.position)
-    stall_s = ctx.settings.stall_s
-    reports = [(peer, one.report) for peer, one in ready.items()]
-    return Group(
-        epoch=place.epoch,
-        position=place.position,
-        term=term,
-        members=tuple(
-            admit(
-                reports,
-                clip_at=ctx.replay.method.clip_at,
-                carried=ctx.carried_norm(place.position),
-            )
-        ),
-        reports=tuple(
-            Sworn(
-                counts=one.report.weight > 0,
-                uplink_mbit_s=one.report.uplink_mbit_s,
-                signature=one.signature,
-            )
-            for one in ready.values()
-        ),
-        parts=tuple(_cut(ctx, place.position, ready)),
-        stall_s=stall_s,
-        deadline_s=round_deadline_s(
-            cells.max_body_bytes(len(ready)),
-            slowest_mbit_s([report.uplink_mbit_s for _, report in reports]),
-            stall_s,
-            before=max(0, place.position - ctx.replica.position),
-        ),
-    )
-
-
-def _cut(ctx: Context, position: int, ready: Mapping[str, Ready]) -> Sequence[PartPlan]:
-    """Cut the parts as the last entry did, if its owners are here and that is no worse."""
-    sizes = ctx.replay.cells_at(position).sizes
-    rates = [_rate_mbit_s(ctx, peer, one.report) for peer, one in ready.items()]
-    can_own = _may_own(ctx, ready)
-    best = split_cells(sizes, rates, can_own)
-    expected = expected_plan(ctx, position)
-    place = {
-        peer: index for index, (peer, can) in enumerate(zip(ready, can_own, strict=True)) if can
-    }
-    if expected is None or not {part.owner for part in expected.parts} <= set(place):
-        return best
-    last = [
-        PartPlan(start_cell=part.start_cell, stop_cell=part.stop_cell, owner=place[part.owner])
-        for part in expected.parts
-    ]
-    even = split_cells(sizes, [1.0] * len(ready), can_own)
-    turn = position // len(ctx.replay.fragments)
-    return kept_parts(last, best, even, rates, turn=turn, megabits=8e-6 * sum(sizes))
-
-
-def _may_own(ctx: Context, ready: Mapping[str, Ready]) -> list[bool]:
-    records = (ctx.seen.get(peer) for peer in ready)
-    is_dialed = [record is None or record.is_dialed for record in records]
-    lags = [ctx.lags.barred(peer, ctx.now()) is not None for peer in ready]
-    return may_own(is_dialed, [one.report.uplink_mbit_s for one in ready.values()], lags)
-
-
-def _rate_mbit_s(ctx: Context, peer: str, report: Report) -> float:
-    """Return the rate of the slower direction; a downlink counts only if it is declared."""
-    record = ctx.seen.get(peer)
-    downlink = record.downlink_mbit_s if record is not None else 0.0
-    return min(report.uplink_mbit_s, downlink or math.inf)
-
-
-Queue = asyncio.Queue[bytes | Refused | None]
-
-
-class LocalStream:
-    """One end of a stream from a peer to itself, as `atoll.dht.transport.Stream` has it."""
-
-    def __init__(
-        self,
-        remote: str,
-        method: str,
-        inbox: Queue,
-        outbox: Queue,
-    ) -> None:
-        """Use `stream_pair` instead."""
-        self.remote = remote
-        self.method = method
-        self._inbox = inbox
-        self._outbox = outbox
-        self._ended = False
-
-    async def send(self, data: bytes | bytearray | memoryview, *, timeout_s: float) -> None:
-        """Never blocks: the other end is in this process."""
-        self._outbox.put_nowait(bytes(data))
-
-    async def recv(self, *, timeout_s: float) -> bytes | None:
-        """The next message, or None at the end."""
-        try:
-            async with asyncio.timeout(timeout_s):
-                message = await self._inbox.get()
-        except TimeoutError:
-            raise DeadlineExceeded(f"no message for {timeout_s:.1f} s", peer=self.remote) from None
-
-        if isinstance(message, Refused):
-            raise message
-        return message
-
-    def refuse(self, error: Refused) -> None:
-        """End the stream with a refusal, as a handler that raises it does."""
-        self._outbox.put_nowait(error)
-
-    async def end(self, *, timeout_s: float) -> None:
-        """Say that nothing more will be sent."""
-        if not self._ended:
-            self._ended = True
-            self._outbox.put_nowait(None)
-
-    async def close(self) -> None:
-        """End both directions."""
-        await self.end(timeout_s=0)
-        self._inbox.put_nowait(None)
-
-    async def __aenter__(self) -> Self:
-        """The stream."""
-        return self
-
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        """Close."""
-        await self.close()
-
-
-def stream_pair(peer: str, method: str) -> tuple[LocalStream, LocalStream]:
-    """Two ends; what one sends the other receives."""
-    first: Queue = asyncio.Queue()
-    second: Queue = asyncio.Queue()
-    return LocalStream(peer, method, first, second), LocalStream(peer, method, second, first)

@@ -43,7 +43,7 @@ from atoll.peer.rounds import notices
 from atoll.peer.rounds.allreduce.exchange import Exchange, begin_upfront, exchange_of
 from atoll.peer.rounds.consensus.ballots import Place, leader_of
 from atoll.peer.rounds.consensus.dissemination import Seat, group_of, own_deadline_s
-from atoll.peer.rounds.consensus.leader import Leading
+from atoll.peer.rounds.consensus.leading import Leading
 from atoll.peer.rounds.consensus.voter import Voter
 from atoll.peer.rounds.context import AttemptFailed, Context, Reporting, failure_key
 from atoll.peer.rounds.messages import (

@@ -17,7 +17,7 @@ from atoll.dht.tasks import race, together
 from atoll.dht.transport import Refused, TransportError
 from atoll.optim.log.entry import MAX_ORDER, LogError, MalformedRecord, leader_order
 from atoll.peer.rounds.consensus.ballots import Place, leader_of
-from atoll.peer.rounds.consensus.leader import Leading
+from atoll.peer.rounds.consensus.leading import Leading
 from atoll.peer.rounds.consensus.voter import Voter
 from atoll.peer.rounds.context import Context, ask_head
 from atoll.peer.rounds.messages import Head

@@ -10,7 +10,8 @@ from types import SimpleNamespace
 import pytest
 
 from atoll.peer.rounds.allreduce.sides import OwnedPart
-from atoll.peer.rounds.consensus.leader import Leadership, stream_pair
+from atoll.peer.rounds.consensus.leader import Leadership
+from atoll.peer.rounds.consensus.local_stream import stream_pair
 
 TURNS = range(6)  # between the end of what is waited for and the cancellation
 

@@ -14,7 +14,8 @@ from atoll.optim.log.entry import Certificate, Entry, Vote, sha256
 from atoll.optim.log.orders import RunSettings
 from atoll.peer.rounds.conduct import MAX_FAULTS, Fault
 from atoll.peer.rounds.consensus.ballots import Leads, Place, leader_of
-from atoll.peer.rounds.consensus.leader import LEAVE_STALLS, Leadership, Leading
+from atoll.peer.rounds.consensus.leader import LEAVE_STALLS, Leadership
+from atoll.peer.rounds.consensus.leading import Leading
 from atoll.peer.rounds.consensus.parts import Parts
 from atoll.peer.rounds.consensus.round import RETURN_STALLS, Round, RoundState, Rules
 from atoll.peer.rounds.consensus.round_events import (

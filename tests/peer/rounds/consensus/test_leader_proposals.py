@@ -12,6 +12,7 @@ from atoll.optim.log.entry import Certificate, Elector, Entry
 from atoll.optim.log.evidence import EvidenceBook
 from atoll.peer.rounds.conduct import Fault
 from atoll.peer.rounds.consensus import leader as leaders
+from atoll.peer.rounds.consensus import polls
 from atoll.peer.rounds.consensus import voter as voters
 from atoll.peer.rounds.consensus.ballots import TERM, leader_of
 from atoll.peer.rounds.consensus.voter import MAX_ELECTORS, Voter, VoteTally
@@ -318,6 +319,6 @@ def miss(monkeypatch, ctx, missed):
         return await ask(asking, peer, *stalls)
 
     monkeypatch.setattr(leaders.Round, "__init__", deaf)
-    for module in (leaders, voters):
+    for module in (leaders, polls, voters):
         monkeypatch.setattr(module, "ask_head", ask_deaf)
     return asked

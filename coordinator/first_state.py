@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from atoll.coordinator.run.keys import write_private
-from atoll.optim.log.mending import Damage
+from atoll.optim.log.mending import Damage, reads_whole
 from atoll.optim.log.store import LogStore
 from atoll.optim.state.outer_state import DIGEST_BYTES, OuterState
 
@@ -67,21 +67,25 @@ class FirstState:
         """Put the state where the disk has spoiled it, or let a later snapshot do; blocks.
 
         Raises:
-            FirstStateLost: what is made now is another one, and no other snapshot is here.
+            FirstStateLost: what is made now is another one, and no other snapshot can be read.
         """
+        spoiled = [p for p in store.snapshot_positions() if p and not reads_whole(store, p)]
         try:
             self.put(store)
         except FirstStateLost:
-            if store.snapshot_positions() == [0]:
+            if spoiled == [p for p in store.snapshot_positions() if p]:
                 raise FirstStateLost(
-                    "the disk has spoiled the first state of this run, and the model that its "
-                    "files make now is another one; put back the files with which the run began, "
-                    "or a copy of this directory"
+                    "the disk has spoiled all states of this run, and the first one that its files "
+                    "make now is another one; put back the files with which the run began, or a "
+                    "copy of this directory, or restore the run from its copies into a new one"
                 ) from None
             store.put_note(ROOT_NOTE, self.root)  # first: a start without either makes it
-            store.drop_snapshots([0])
-            return Damage(snapshots=[0])
-        return Damage(first_state=True)
+            spoiled.append(0)
+            is_made = False
+        else:
+            is_made = True
+        store.drop_snapshots(spoiled)
+        return Damage(first_state=is_made, snapshots=spoiled)
 
 
 def _read_root(path: Path) -> bytes:

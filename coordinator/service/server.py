@@ -539,14 +539,15 @@ def _resume(
 
 
 def _expect_first(store: LogStore, first: FirstState, damage: Damage) -> None:
-    """Begin a log, or see that its first state, if it is here, can be read; note what was not."""
+    """Begin a log, or see that a state to begin with can be read; note what was not."""
     here = store.snapshot_positions()
     # What the first state is made from may not be on a machine that restored the run.
-    begins_later = bool(here) and store.note(ROOT_NOTE) is not None
+    begins_later = 0 not in here and store.note(ROOT_NOTE) is not None
+    needed = reversed(here) if begins_later else [0]
     try:
         if 0 not in here and not begins_later:
             first.put(store)
-        elif 0 in here and not reads_whole(store, 0):
+        elif not any(reads_whole(store, position) for position in needed):
             found = first.mend(store)
             damage.first_state = found.first_state
             damage.snapshots += found.snapshots

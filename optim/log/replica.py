@@ -242,8 +242,11 @@ class Replica(ReplicaView):
         return body
 
     def _records_after(self, at: ReplicaStanding) -> Iterator[StoredEntry]:
+        """Yield the stored entries from the state on; none if the log begins after it."""
         position = at.state.position if at.state is not None else 0
         while records := self.store.headers(position, PAGE):
+            if records[0].position != position:
+                return
             yield from records
             position = records[-1].position + 1
 

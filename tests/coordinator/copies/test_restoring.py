@@ -28,12 +28,12 @@ from atoll.coordinator.heads import PeerHead
 from atoll.coordinator.kept_log import KeptLog
 from atoll.coordinator.relocating import RELOCATION_FILE, RESTORE_FILE
 from atoll.coordinator.run.spec import RunSpec
-from atoll.coordinator.service.server import MANY_EPOCHS
+from atoll.coordinator.service.server import MANY_EPOCHS, WrongDirectory
 from atoll.coordinator.signing import EpochSigner, read_signed
 from atoll.optim.log.module import log_id
 from atoll.optim.state.outer_state import OuterState
 from support.copies import ROUNDS, Run, opened, past, run_template, writer_of
-from support.kit import SPEC, Net, Swarm, genesis, net, run
+from support.kit import LAYOUT, SPEC, Net, Swarm, genesis, net, run
 
 __all__ = ["past", "run_template"]
 
@@ -88,6 +88,50 @@ def test_a_restore_needs_no_code_of_the_model(past: Run, monkeypatch: pytest.Mon
         for _ in range(2):
             async with net(place, past.swarm) as up:
                 assert up.up.coordinator.log.head().position == ROUNDS
+
+    run(main())
+
+
+def rot(place: Path) -> None:
+    """Spoil all states of a directory."""
+    paths = [*(place / "log").glob("snapshot-*.bin")]
+    assert paths
+    for path in paths:
+        path.write_bytes(b"rotten" + path.read_bytes()[6:])
+
+
+def another(module: str = "") -> OuterState:
+    return SPEC.method().genesis(LAYOUT, genesis().params_N + 1.0)
+
+
+def test_with_its_only_state_rotten_a_restored_run_begins_with_the_first(past: Run) -> None:
+    """A copy has one state; once it has rotted, the log is there, and peers have a later state."""
+    place = copied(past)
+    rot(place)
+
+    async def main() -> None:
+        async with net(place, past.swarm) as after:
+            coordinator = after.up.coordinator
+            texts = [event.text for event in coordinator.status().events]
+            assert sum("the first state, which is made again here" in text for text in texts) == 1
+            assert coordinator.log.head().position == ROUNDS
+            assert not coordinator.log.replica.is_current
+            assert coordinator.log.replica.state.root() == genesis().root()
+
+    run(main())
+
+
+def test_without_any_state_a_restored_run_says_what_to_do(
+    past: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = copied(past)
+    rot(place)
+    monkeypatch.setattr("support.kit.genesis", another)
+
+    async def main() -> None:
+        with pytest.raises(WrongDirectory, match=r"spoiled all states.*restore the run from its"):
+            async with net(place, past.swarm):
+                pass
 
     run(main())
 

@@ -408,6 +408,30 @@ def test_it_continues_from_a_certified_snapshot_past_a_gap(long_log: LongLog) ->
     assert away.state.root() == whole.state.root()
 
 
+def test_a_log_that_begins_later_does_not_follow_the_first_state(
+    long_log: LongLog,
+) -> None:
+    """So it is where a restored ledger's only state has rotted, and the first one was made."""
+    whole = long_log.whole
+    later = open_replica(long_log.folder / "later", long_log.keys, resumes=False)
+    later.store.begin_at(position=6, chain=long_log.entries[5][0].entry.chain)
+    later.store.put_epoch(0, whole.epoch_record)
+    for claim, body in long_log.entries[6:]:
+        later.store.append(
+            epoch=0,
+            position=claim.entry.position,
+            entry=claim.entry.encode(),
+            certificate=claim.certificate.encode(),
+            body=body,
+            chain=claim.entry.chain,
+        )
+    later.store.save_snapshot(long_log.states[0], whole.store.genesis_chain)
+    assert later.resume()
+    assert later.head == whole.head and not later.is_current
+    assert later.state.root() == long_log.states[0].root()
+    later.store.close()
+
+
 def test_a_peers_log_begins_anew_at_a_snapshot(tmp_path: Path) -> None:
     log = LongLog(tmp_path, is_ledger=False)
     leaps = log.away.leaps

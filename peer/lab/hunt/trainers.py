@@ -17,6 +17,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Coroutine
 from contextvars import copy_context
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -26,6 +27,7 @@ from atoll.optim.methods.worker import Worker
 from atoll.optim.reducer import Reducer
 from atoll.optim.state.layout import Layout
 from atoll.peer.daemon.peer import Peer
+from atoll.peer.daemon.process import STORED_S, wait_until_stored
 from atoll.peer.daemon.reducer import NetworkReducer, RunReducer
 from atoll.peer.errors import SavedStateError
 from atoll.peer.lab.hunt.audits import AuditedResidual, WorkAudit
@@ -162,12 +164,23 @@ class TurnQueue(Generic[T]):
                 await self._waiting
 
 
+class TurnEvent(threading.Event):
+    """An event for which a thread waits while the loop has its turn."""
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Return whether it is set after a while; setting it does not end a wait."""
+        turns = LoopTurns.current()
+        if not self.is_set() and turns is not None and timeout is not None:
+            turns.sleep(timeout)
+        return self.is_set()
+
+
 class TurnThread:
     """A `LoopThread` of a loop that takes turns with its trainer."""
 
     def __init__(self, peer: Peer) -> None:
         self.value = peer
-        self.stopping = threading.Event()
+        self.stopping = TurnEvent()
         self._loop = asyncio.get_running_loop()
 
     def ask(self, function: Callable[[], T]) -> T:
@@ -237,6 +250,10 @@ class Training:
         reducer: RunReducer = self._peer.run.reducer(self._thread)  # type: ignore[arg-type]
         try:
             self._loop(reducer)
+            if reducer.finished and not reducer.stopping.is_set():
+                # As a trainer's process does: what the coordinator lacks is sent by heartbeats.
+                tell = partial(self._machine.world.heard, self._machine)
+                wait_until_stored(self._peer.run.stored_all, STORED_S, reducer.stopping, tell)
         finally:
             reducer.stopping.set()
 

@@ -241,7 +241,10 @@ def coordinator_lacks(*, entry: int) -> str:
 
 @event("coordinator.storing")
 def coordinator_storing(*, timeout_s: float) -> str:
-    return f"waiting up to {timeout_s:g} s for the coordinator to store all rounds"
+    return (
+        "waiting for the coordinator to store all rounds, and no longer than "
+        f"{timeout_s:g} s while it takes none"
+    )
 
 
 @event("coordinator.not_stored")

@@ -187,6 +187,10 @@ class GossipRun:
         """Return whether the coordinator has a model of this round."""
         return self._kept_round >= self.position
 
+    def storing(self) -> bool:
+        """Return False: the coordinator fetches the model that it keeps."""
+        return False
+
     async def hand_over(self) -> None:
         """Hand over nothing: the coordinator fetches the model that it keeps."""
 

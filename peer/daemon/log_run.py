@@ -284,6 +284,10 @@ class LogRun:
         """Return whether the coordinator has every entry that this peer has."""
         return self.publisher.stored_all()
 
+    def storing(self) -> bool:
+        """Return whether an entry is on its way to the coordinator."""
+        return self.publisher.storing()
+
     async def hand_over(self) -> None:
         """Resign as an elector, and let the coordinator have the entries up to here.
 
@@ -457,6 +461,8 @@ class Publisher:
         self._rounds = rounds
         self.is_complete = False
         """whether the coordinator has all rounds of all modules"""
+        self._num_on_their_way = 0
+        """entries that are being sent to the coordinator"""
         self._publishing = False
         self._reported_pruned = False
         self._behind_at: int | None = None
@@ -471,6 +477,10 @@ class Publisher:
     def stored_all(self) -> bool:
         """Return whether the coordinator has every entry that this peer has."""
         return self.stored(self._replica.position)
+
+    def storing(self) -> bool:
+        """Return whether an entry is on its way to the coordinator."""
+        return self._num_on_their_way > 0
 
     def stored(self, position: int) -> bool:
         """Return whether the coordinator has every entry before a position."""
@@ -539,6 +549,7 @@ class Publisher:
     async def _publish(
         self, epoch: int, position: int, entry: bytes, certificate: bytes, body: Bytes
     ) -> bool:
+        self._num_on_their_way += 1
         try:
             published = await self._env.client.publish(
                 epoch=epoch, position=position, entry=entry, certificate=certificate, body=body
@@ -546,6 +557,8 @@ class Publisher:
         except CoordinatorError as error:
             _log.info("the coordinator does not have entry %d yet: %s", position, clean(error))
             return False
+        finally:
+            self._num_on_their_way -= 1
         self.note_head(published.head)
         return published.head.position > position
 

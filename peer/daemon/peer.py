@@ -241,6 +241,10 @@ class RunKind(Protocol):
         """Return whether the coordinator has all that this peer has to give it."""
         ...
 
+    def storing(self) -> bool:
+        """Return whether some of it is on its way."""
+        ...
+
     async def hand_over(self) -> None:
         """Let the coordinator have what it lacks, before the rounds end."""
         ...

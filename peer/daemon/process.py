@@ -21,7 +21,7 @@ from functools import partial
 from logging.handlers import RotatingFileHandler
 from pathlib import Path
 from types import FrameType
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 from atoll.coordinator.notices import run_complete
 from atoll.coordinator.run.levels import LOGGING, Level
@@ -61,7 +61,8 @@ from atoll.peer.training.stage_learner import StageLearner
 from atoll.peer.training.trainer import StageSeat, Trainer, TrainerOptions
 
 OK, INTERRUPTED = 0, 128 + signal.SIGINT  # exit codes, as shells have them
-STORED_S = 60.0  # at the end of a run: how long to wait for the coordinator to have it all
+STORED_S = 60.0  # at the end of a run: how long to wait for a coordinator that takes nothing
+STORING_S = 3600.0  # and for one that takes entries: of 1 GB, at 2.2 Mbit/s
 STORED_POLL_S = 0.1  # nobody notices so short a delay of the end
 SAY_STORING_S = 2.0  # usually it is done by then
 KEEP_POLL_S = 0.2  # how late a keeper's line about a round is
@@ -350,7 +351,7 @@ def _keep(options: RunOptions, network: NetworkLine, narrator: Narrator, stop: S
         narrator.tell_round(network, rounds)
         if _is_over(spec, network):
             narrator.tell("info", run_complete(rounds=rounds))
-            wait_until_stored(network.stored_all, STORED_S, stop, narrator.tell)
+            wait_until_stored(network, STORED_S, stop, narrator.tell)
             return True
     return False
 
@@ -422,7 +423,7 @@ def _train(
     if trainer.finished and not stop.is_set():
         rounds = trainer.rounds
         narrator.tell("info", run_complete(rounds=rounds))
-        wait_until_stored(network.stored_all, STORED_S, stop, narrator.tell)
+        wait_until_stored(network, STORED_S, stop, narrator.tell)
     return trainer.finished
 
 
@@ -671,8 +672,20 @@ def serves(spec: RunSpec, module: str, slices: range) -> Notice:
     )
 
 
+class Stores(Protocol):
+    """What gives the coordinator the last entries."""
+
+    def stored_all(self) -> bool:
+        """Return whether the coordinator has all that this peer has to give it."""
+        ...
+
+    def storing(self) -> bool:
+        """Return whether some of it is on its way."""
+        ...
+
+
 def wait_until_stored(
-    stored_all: Callable[[], bool],
+    stores: Stores,
     timeout_s: float,
     stopping: threading.Event,
     tell: Report,
@@ -680,15 +693,19 @@ def wait_until_stored(
     """Wait until the coordinator has all that a peer has to give it; return whether it has.
 
     Args:
-        stored_all: returns whether it has.
-        timeout_s: the longest wait; a coordinator that is away may not come back.
+        stores: gives it.
+        timeout_s: the longest wait while nothing is on its way; a coordinator that is away may not
+            come back. One that takes entries, or seems to, is waited for `STORING_S` at most.
         stopping: ends the wait, from another thread or a signal handler.
         tell: takes what the owner should know of a wait that lasts.
     """
-    began_s, is_told = time.monotonic(), False
-    while not stored_all():
-        waited_s = time.monotonic() - began_s
-        if waited_s > timeout_s:
+    began_s = idle_since_s = time.monotonic()
+    is_told = False
+    while not stores.stored_all():
+        now_s = time.monotonic()
+        waited_s = now_s - began_s
+        idle_since_s = now_s if stores.storing() else idle_since_s
+        if now_s - idle_since_s > timeout_s or waited_s > STORING_S:
             tell("warning", notices.coordinator_not_stored())
             return False
         if waited_s > SAY_STORING_S and not is_told:

@@ -112,6 +112,7 @@ class NetworkSide:
             "window_ends": lambda: self.peer.window_ends(),
             "joins": lambda: self.reducer.joins,
             "stored_all": lambda: self.peer.run.stored_all(),
+            "storing": lambda: self.peer.run.storing(),
             "open_stage": self._open_stage,
             "serve_texts": self._serve_texts,
         }

@@ -127,6 +127,10 @@ class NetworkLine:
         """Return whether the coordinator has all that the peer has to give it."""
         return bool(self.ask("stored_all").result)
 
+    def storing(self) -> bool:
+        """Return whether some of it is on its way."""
+        return bool(self.ask("storing").result)
+
     def show(self, view_of: Callable[[], TrainerView]) -> None:
         """Let the other side see the trainer from now on; `view_of` is called in a thread."""
         self._send("trainer", view_of())

@@ -253,7 +253,7 @@ class Training:
             if reducer.finished and not reducer.stopping.is_set():
                 # As a trainer's process does: what the coordinator lacks is sent by heartbeats.
                 tell = partial(self._machine.world.heard, self._machine)
-                wait_until_stored(self._peer.run.stored_all, STORED_S, reducer.stopping, tell)
+                wait_until_stored(self._peer.run, STORED_S, reducer.stopping, tell)
         finally:
             reducer.stopping.set()
 

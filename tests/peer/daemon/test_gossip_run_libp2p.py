@@ -99,7 +99,7 @@ def test_a_lone_peer_goes_on_alone_and_the_coordinator_keeps_its_model(kit, orga
     training = Training(ann)
     training.thread.join(60)
     assert training.trainer.finished
-    assert wait_until_stored(ann.peer.run.stored_all, 60.0, threading.Event(), print)
+    assert wait_until_stored(ann.peer.run, 60.0, threading.Event(), print)
     status = kit.until(lambda: (s := organiser.status()).state == "finished" and s, "the end")
     assert status.position == ROUNDS
     kept = organiser.up.coordinator.log.replica.state

@@ -13,6 +13,8 @@ from atoll.peer import notices
 from atoll.peer.daemon import process
 from atoll.peer.daemon.options import PeerOptions
 from atoll.peer.daemon.process import (
+    STORED_S,
+    STORING_S,
     Narrator,
     RunOptions,
     Stop,
@@ -49,13 +51,42 @@ def test_a_wait_for_the_coordinator_is_not_silent(monkeypatch):
     monkeypatch.setattr(process, "SAY_STORING_S", 0.0)
     told = []
     stopping = threading.Event()
-    assert not wait_until_stored(
-        lambda: False, 0.01, stopping, lambda level, text: told.append(text)
-    )
-    assert [text.split(" for ")[0] for text in told] == [
-        "waiting up to 0.01 s",
+    stores = SimpleNamespace(stored_all=lambda: False, storing=lambda: False)
+    assert not wait_until_stored(stores, 0.01, stopping, lambda level, text: told.append(text))
+    assert told == [
+        "waiting for the coordinator to store all rounds, and no longer than 0.01 s while it takes "
+        "none",
         "the coordinator has not stored the last rounds; they are kept here",
     ]
+
+
+class Sends:
+    """Sends for a while, as the clock of the test goes, and has all stored then or never."""
+
+    def __init__(self, monkeypatch, *, sends_s, stored_s=math.inf):
+        self.now_s, self._sends_s, self._stored_s = 0.0, sends_s, stored_s
+        monkeypatch.setattr(process.time, "monotonic", lambda: self.now_s)
+
+    def stored_all(self):
+        self.now_s += 1.0
+        assert self.now_s < 2 * STORING_S
+        return self.now_s > self._stored_s
+
+    def storing(self):
+        return self.now_s <= self._sends_s
+
+
+@pytest.mark.parametrize(
+    ("sends_s", "stored_s", "waited_s"),
+    [(400.0, 401.0, 402.0), (400.0, math.inf, 461.0), (math.inf, math.inf, STORING_S + 1)],
+)
+def test_a_long_upload_is_waited_for_but_not_for_ever(monkeypatch, sends_s, stored_s, waited_s):
+    """A gigabyte takes minutes on many lines, and a coordinator may take it without an end."""
+    sends = Sends(monkeypatch, sends_s=sends_s, stored_s=stored_s)
+    monkeypatch.setattr(process, "STORED_POLL_S", 0.0)
+    is_stored = wait_until_stored(sends, STORED_S, threading.Event(), lambda level, text: None)
+    assert is_stored == math.isfinite(stored_s)
+    assert sends.now_s == waited_s
 
 
 def test_the_reason_comes_before_the_goodbye(monkeypatch, tmp_path):

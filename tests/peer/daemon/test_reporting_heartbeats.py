@@ -33,6 +33,7 @@ class Client:
         self.answer = {}
         self.beats, self.published, self.joins = [], [], 0
         self.refuse_from = 1 << 40  # entries from here on do not get through
+        self.publishing = lambda: None  # called as an entry comes
         self.evictions = b""
         self.clock_offset_s = self.clock_error_s = 0.0
 
@@ -57,6 +58,7 @@ class Client:
         return types.SimpleNamespace(admission=b"new")
 
     async def publish(self, *, epoch, position, entry, certificate, body):
+        self.publishing()
         if position >= self.refuse_from:
             raise AWAY
         self.published.append((position, len(body)))
@@ -294,6 +296,18 @@ def test_the_coordinator_gets_what_it_asks_for_in_order(tmp_path):
         assert all(size > 0 for _, size in peer.client.published)
         assert peer.publisher.stored_all()
         assert not peer.publisher.stored(there + 1)
+
+    with_peer(tmp_path, use, position=4)
+
+
+def test_it_says_while_an_entry_is_on_its_way(tmp_path):
+    async def use(peer):
+        peer.client.answer, peer.client.refuse_from, seen = {"publish_from": 0}, 2, []
+        peer.client.publishing = lambda: seen.append(peer.publisher.storing())
+        await peer.heartbeats.beat()
+        await asyncio.gather(*peer.tasks)
+        assert seen == [True, True, True]
+        assert not peer.publisher.storing()
 
     with_peer(tmp_path, use, position=4)
 

@@ -34,6 +34,9 @@ class RunThatIsOver:
             self._stopping.set()
         return time.monotonic() >= self._stored_at_s
 
+    def storing(self):
+        return False
+
     def heard(self, machine, level, text):
         self.told.append((level, str(text)))
 

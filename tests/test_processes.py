@@ -72,9 +72,9 @@ def until(condition, what, timeout_s=DEADLINE_S):
     """Poll until the condition gives something true, and return that."""
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
-        found = condition()
-        if found:
-            return found
+        with contextlib.suppress(CoordinatorError):  # a busy machine may be late with an answer
+            if found := condition():
+                return found
         time.sleep(0.5)  # a look connects anew each time
     raise AssertionError(f"expected {what} within {timeout_s:.0f} s")
 

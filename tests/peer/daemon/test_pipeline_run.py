@@ -23,6 +23,7 @@ from atoll.peer.training.opening import first_state
 from atoll.peer.training.permission import Allowed
 from atoll.peer.training.stages import Shape
 from atoll.peer.training.trained import load_checkpoint
+from support.limits import DEADLINE_S
 from support.organiser import LOOPBACK
 from support.pacing import unlimited
 
@@ -56,7 +57,7 @@ def pipeline(organise, kit, start):
 
 
 def wait_for(condition, running=()):
-    deadline_s = time.monotonic() + 60
+    deadline_s = time.monotonic() + DEADLINE_S
     while not condition():
         failed = [peer.error for peer in running if peer.error is not None]
         assert not failed, failed

@@ -59,7 +59,7 @@ def lasts_s(peer):
         return runner.run(live())
 
 
-def test_a_trainer_waits_at_the_end_of_a_run_until_the_coordinator_has_all_of_it():
+def test_a_trainer_waits_at_the_end_until_the_coordinator_has_it_all():
     """In seed 61432 it ended at once, again and again, before it had sent what was missing."""
     assert lasts_s(RunThatIsOver(stored_at_s=20.0)) == pytest.approx(20.0, abs=0.2)
 

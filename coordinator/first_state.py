@@ -69,23 +69,22 @@ class FirstState:
         Raises:
             FirstStateLost: what is made now is another one, and no other snapshot can be read.
         """
-        spoiled = [p for p in store.snapshot_positions() if p and not reads_whole(store, p)]
+        later = [position for position in store.snapshot_positions() if position]
+        spoiled = [position for position in later if not reads_whole(store, position)]
         try:
             self.put(store)
         except FirstStateLost:
-            if spoiled == [p for p in store.snapshot_positions() if p]:
+            if spoiled == later:
                 raise FirstStateLost(
                     "the disk has spoiled all states of this run, and the first one that its files "
                     "make now is another one; put back the files with which the run began, or a "
                     "copy of this directory, or restore the run from its copies into a new one"
                 ) from None
             store.put_note(ROOT_NOTE, self.root)  # first: a start without either makes it
-            spoiled.append(0)
-            is_made = False
-        else:
-            is_made = True
+            store.drop_snapshots([0, *spoiled])
+            return Damage(snapshots=[0, *spoiled])
         store.drop_snapshots(spoiled)
-        return Damage(first_state=is_made, snapshots=spoiled)
+        return Damage(first_state=True, snapshots=spoiled)
 
 
 def _read_root(path: Path) -> bytes:

@@ -673,7 +673,7 @@ def serves(spec: RunSpec, module: str, slices: range) -> Notice:
 
 
 class Stores(Protocol):
-    """What gives the coordinator the last entries."""
+    """A peer as the giver of the last entries, which the coordinator may lack."""
 
     def stored_all(self) -> bool:
         """Return whether the coordinator has all that this peer has to give it."""

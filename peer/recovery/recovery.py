@@ -301,8 +301,8 @@ class Recovery:
         if not replica.ready or replica.is_disproved or not may_replay:
             return False
         start, furthest = replica.position, donors[0]
-        sources = [d for d in donors if d.head.first_body <= start]
-        if not sources or not (restored or self._replay_is_cheaper(furthest.head)):
+        is_kept = any(d.head.first_body <= start for d in donors)
+        if not is_kept or not (restored or self._replay_is_cheaper(furthest.head)):
             return False
         here = LogPlace(chain=replica.chain, electorate=replica.electorate)
         try:
@@ -311,7 +311,7 @@ class Recovery:
             if replica.is_ledger:
                 raise
             return False
-        async with self._bodies([claim.entry for claim in claims], sources) as bodies:
+        async with self._bodies([claim.entry for claim in claims], donors) as bodies:
             for claim in claims:
                 if not replica.is_disproved and await self._apply(claim, bodies, used):
                     used.add(furthest.name)  # an entry may have no body that anybody gives
@@ -479,9 +479,9 @@ class Recovery:
             signed: the root by the run's key, if no entry certifies it.
         """
         position = fetched[0].position
-        sources = [donor for donor in donors if donor.head.first_body <= position]
-        after = [c for c in claims if sources and c.entry.position >= position]
-        async with self._bodies([claim.entry for claim in after], sources) as bodies:
+        is_kept = any(donor.head.first_body <= position for donor in donors)
+        after = [c for c in claims if is_kept and c.entry.position >= position]
+        async with self._bodies([claim.entry for claim in after], donors) as bodies:
             bodies.begin()
             await self._replica.install(fetched.pop(), claims, self._on_taken, signed=signed)
             with suppress(NoDonor):

@@ -62,7 +62,7 @@ def term_of(attempt: int) -> int:
 
 
 def first_attempt(term: int) -> int:
-    """The first attempt of a term."""
+    """Return the first attempt of a term."""
     return term * TERM
 
 

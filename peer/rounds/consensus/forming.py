@@ -1,4 +1,4 @@
-"""How a group is formed of the reports that came: its members, its parts, its deadline."""
+"""Forms a group of the reports that came: its members, its parts, its deadline."""
 
 from __future__ import annotations
 

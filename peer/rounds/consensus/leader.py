@@ -98,8 +98,6 @@ from atoll.peer.rounds.messages import (
 from atoll.peer.rounds.policies import agreed_silent
 
 MAX_PROBED = 64  # trainers that are asked again in one probe; admitted keys may be many
-
-
 LEAVE_STALLS = 2  # a decision that goes from peer to peer takes a second among a thousand
 
 

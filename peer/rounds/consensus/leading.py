@@ -28,7 +28,6 @@ from atoll.peer.rounds.policies import MAX_AHEAD, positions_ahead
 # A leadership has tasks, and asks the others each second.
 MAX_BEGUN = MAX_AHEAD + 1
 
-
 OnLed = Callable[[Entry, Certificate, Bytes], None]
 """(entry, certificate, body) of what was led here to its certificate."""
 

@@ -1,4 +1,4 @@
-"""What a leader asks the electors of its position: for promises, for votes, and for commits.
+"""The questions of a leader to the electors of its position: promises, votes and commits.
 
 One question is out at a time. An elector without a session is asked for its head first: if it is
 silent, that costs half a stall and not the time for an answer. Answers are checked here, before the
@@ -60,7 +60,6 @@ from atoll.peer.rounds.policies import POLL_STALLS
 PROBE_S = 1.0  # how often peers that are waited for are asked
 ASKED_AGAIN = frozenset({RefusalCode.NO_REPORTS, RefusalCode.UNDER_WAY})
 """Refusals of electors that answer another time: with the reports, or when the term opens."""
-
 
 Question = AskPromises | SendProposal | SendLock
 

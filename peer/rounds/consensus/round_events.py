@@ -1,8 +1,10 @@
-"""What a leader's term goes by: its view, the events that it takes, the actions that it asks for.
+"""The view of a leader's term, the events that it takes, and the actions that it asks for.
 
-LeaderView      the clock, the log and the parts in hand, as the leader sees them
-Event           what has happened, for `Round.receive`
-Action          what is to be done, from `Round.receive` and `Round.advance`
+    LeaderView      the clock, the log and the parts in hand, as the leader sees them
+    Event           an occurrence, for `Round.receive`
+    Action          a thing to do, from `Round.receive` and `Round.advance`
+
+All of it is plain data: `round.py` decides, and `leader.py` does.
 """
 
 from __future__ import annotations

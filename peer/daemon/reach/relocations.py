@@ -26,6 +26,7 @@ from typing import Protocol
 from atoll.coordinator.rpc.client import CoordinatorClient
 from atoll.coordinator.run.invite import MAX_BOOTSTRAP
 from atoll.coordinator.run.relocation import Relocation, RelocationInvalid
+from atoll.dht.addresses import peer_of
 from atoll.dht.node import Node
 from atoll.dht.refusals import RefusalCode
 from atoll.dht.roster import PeerRecord, RosterError
@@ -103,26 +104,42 @@ class Relocations:
         place: KnownPlace,
         peers: Callable[[], Awaitable[Mapping[str, PeerRecord]]],
         *,
+        known: Callable[[], Sequence[str]] = tuple,
         told_of_each: float = PASSED_ON,
     ) -> None:
-        """Answer from now on; `look` calls the `peers` that are online."""
+        """Answer from now on; `look` calls the `peers` that are online.
+
+        `known` are multiaddrs of nodes, of which those that seem to be offline are called as well
+        when others are asked.
+        """
         self._transport = transport
         self._place = place
         self._peers = peers
+        self._known = known
         self._spreading = Spreading(told_of_each)
         transport.serve(METHOD, self._answer)
 
     @classmethod
     def of_coordinator(cls, node: Node, place: KnownPlace) -> Relocations:
-        """Return the exchange of the coordinator's node, which tells everybody."""
-        return cls(node.transport, place, node.roster.peers, told_of_each=math.inf)
+        """Return the exchange of the coordinator's node, which tells everybody.
+
+        On a machine whose clock is ahead of the run's, the records of all peers have expired, and
+        peers learn the clock from who tells them its place. So it calls those that it knew before.
+        """
+
+        def known() -> Sequence[str]:
+            return node.bootstrap  # it changes as peers come and go
+
+        return cls(node.transport, place, node.roster.peers, known=known, told_of_each=math.inf)
 
     async def look(self, *, asks: bool = False) -> None:
         """Call the peers that are due, and with `asks` some others."""
-        records = await self._peers()
-        others = sorted(records.keys() - {self._transport.peer_id})
+        found = {peer: record.addresses for peer, record in (await self._peers()).items()}
+        if asks:
+            found = _by_peer(self._known()) | found
+        others = sorted(found.keys() - {self._transport.peer_id})
         due = self._spreading.due(self._place.record, others, asks=asks)
-        await together(*(self._exchange(peer, records[peer].addresses) for peer in due))
+        await together(*(self._exchange(peer, found[peer]) for peer in due))
 
     async def _exchange(self, peer: str, addresses: Sequence[str]) -> None:
         ours = self._place.record
@@ -143,6 +160,13 @@ class Relocations:
         except RelocationInvalid as error:
             raise Refused(RefusalCode.BAD_REQUEST, str(error)) from None
         return b"" if self._place.record == record else self._place.record
+
+
+def _by_peer(addresses: Sequence[str]) -> dict[str, Sequence[str]]:
+    found = dict[str, list[str]]()
+    for address in addresses:
+        found.setdefault(peer_of(address), []).append(address)
+    return {**found}
 
 
 def asks_nodes(looks: int) -> bool:

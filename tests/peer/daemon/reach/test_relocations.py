@@ -89,6 +89,25 @@ def test_all_peers_hear_of_it_from_a_coordinator_that_reaches_one(tmp_path):
     run_virtual(main())
 
 
+def test_a_coordinator_that_sees_nobody_tells_those_that_it_knew(tmp_path):
+    """By a clock that is ahead of the run's, the records of all peers have expired (seed 61921)."""
+
+    async def main():
+        swarm = Swarm("a", "b", "c")
+        own = OwnPlace(tmp_path, INVITE, record(), lambda *event: None)
+        swarm.records = {}
+        known = [f"/ip4/192.0.2.{i}/tcp/1/p2p/{name}" for i, name in enumerate("ab")]
+        coordinator = swarm.exchange(
+            "coordinator", own, known=lambda: known, told_of_each=float("inf")
+        )
+        await coordinator.look()
+        assert not swarm.knowing()  # a dial of somebody who is gone takes a while
+        await coordinator.look(asks=True)
+        assert swarm.knowing() == {"a", "b"}
+
+    run_virtual(main())
+
+
 def test_a_peer_that_is_lost_asks_and_one_that_is_in_touch_does_not():
     async def main():
         swarm = Swarm("a", "b")

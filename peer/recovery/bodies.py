@@ -14,7 +14,8 @@ from atoll.dht.transport import PeerUnreachable
 from atoll.optim.log.entry import Entry, split_parts
 from atoll.optim.log.live_replica import Compute
 from atoll.optim.state import vectors
-from atoll.peer.recovery.sources import FETCH_ERRORS, Donor
+from atoll.peer.recovery.errors import GaveWay
+from atoll.peer.recovery.sources import ASK_AGAIN_S, FETCH_ERRORS, Donor
 
 BODIES_AHEAD_BYTES = 64 << 20  # on their way or waiting; of larger bodies one at a time comes
 STREAMS = 6  # at once: what a link of 100 Mbit/s at 100 ms takes
@@ -60,6 +61,7 @@ class Bodies:
         *,
         compute: Compute,
         on_failure: OnFailure,
+        gives_way: bool = False,
     ) -> None:
         """Use as a context: what is still under way at its end is given up.
 
@@ -68,18 +70,22 @@ class Bodies:
             donors: those that may have them.
             compute: hashes what came.
             on_failure: called with a donor that did not give what an entry names.
+            gives_way: whether the rounds of donors come first.
         """
         self._entries = entries
         self._turns = {entry.position: turn for turn, entry in enumerate(entries)}
         self._donors = donors
         self._compute = compute
         self._on_failure = on_failure
+        self._gives_way = gives_way
         self._tasks: dict[int, asyncio.Task[Body]] = {}
         self._streams = asyncio.Semaphore(STREAMS)
         self._asked = Counter[str]()
         """pieces under way, by donor"""
         self._failures = Counter[str]()
         """of late, by donor: entries of which it failed to give a piece"""
+        self._in_round_until: dict[str, float] = {}
+        """by donor that gave nothing because of a round: when it is asked again"""
 
     async def __aenter__(self) -> Self:
         """Begin without fetching anything."""
@@ -153,26 +159,45 @@ class Bodies:
             while (donor := self._next(entry, piece, failed)) is not None:
                 self._asked[donor.name] += 1
                 try:
-                    await donor.source.body(entry.position, piece.start, into)
+                    await asyncio.sleep(self._rest_s(donor))
+                    await donor.source.body(
+                        entry.position, piece.start, into, gives_way=self._gives_way
+                    )
                     await self._compute(split_parts, entry, piece.parts, into)
                     self._failures[donor.name] //= 2
                     return donor.name
+                except GaveWay:
+                    self._in_round_until[donor.name] = _now_s() + ASK_AGAIN_S
                 except FETCH_ERRORS as error:
                     self._note_failure(entry, donor, error, failed)
                 finally:
                     self._asked[donor.name] -= 1
         raise PeerUnreachable(f"no peer has the body of entry {entry.position}")
 
+    def _rest_s(self, donor: Donor) -> float:
+        """Return how long a donor is left to its round; others are asked first."""
+        return max(0.0, self._in_round_until.get(donor.name, 0.0) - _now_s())
+
     def _next(self, entry: Entry, piece: BodyPiece, failed: set[str]) -> Donor | None:
-        """Return the donor with the fewest pieces under way and failures, but those that failed."""
+        """Return the donor with the fewest pieces under way and failures, but those that failed.
+
+        Those in a round come last.
+        """
         left = [d for d in holders(entry, piece, self._donors) if d.name not in failed]
-        return min(left, key=lambda d: self._asked[d.name] + self._failures[d.name], default=None)
+        return min(left, key=self._load, default=None)
+
+    def _load(self, donor: Donor) -> tuple[bool, int]:
+        return self._rest_s(donor) > 0, self._asked[donor.name] + self._failures[donor.name]
 
     def _note_failure(self, entry: Entry, donor: Donor, error: Exception, failed: set[str]) -> None:
         if donor.name not in failed:  # once for an entry, however many of its pieces were asked for
             failed.add(donor.name)
             self._failures[donor.name] += 1
             self._on_failure(entry, donor, error)
+
+
+def _now_s() -> float:
+    return asyncio.get_running_loop().time()
 
 
 def pieces(entry: Entry) -> Iterator[BodyPiece]:

@@ -5,8 +5,11 @@ RecoveryError (RuntimeError; atoll.optim.log.live_replica)
 +-- NoWay  donors answered, and have neither the updates nor a state that can be proved
 ChainMismatch (LogError; atoll.optim.log.entry)
 +-- OffTheLog  entries here are void
+TransportError (RuntimeError; atoll.dht.transport)
++-- GaveWay     a donor needs its link for a round; ask again in a moment
 """
 
+from atoll.dht.transport import TransportError
 from atoll.optim.log.entry import ChainMismatch
 from atoll.optim.log.live_replica import Nowhere, RecoveryError
 
@@ -21,3 +24,7 @@ class NoWay(NoDonor, Nowhere):
 
 class OffTheLog(ChainMismatch):
     """The entries here do not lead to the base of the epoch: some of them are void."""
+
+
+class GaveWay(TransportError):
+    """A donor needs its link for a round, and gives the rest of what it has afterwards."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
@@ -16,8 +17,8 @@ from atoll.optim.state.outer_state import (
     snapshot_bytes,
 )
 from atoll.peer import notices
-from atoll.peer.recovery.errors import NoDonor
-from atoll.peer.recovery.sources import FETCH_ERRORS, Source
+from atoll.peer.recovery.errors import GaveWay, NoDonor
+from atoll.peer.recovery.sources import ASK_AGAIN_S, FETCH_ERRORS, Source
 
 LEAVES_A_REQUEST = 4  # 4 MiB: 0.3 s at 100 Mbit/s, so a lost donor costs little
 REQUESTS_A_DONOR = 2  # at once: a young stream is slow on a long line, and one is always young
@@ -39,7 +40,13 @@ class Leaves:
         self._on_progress = on_progress
 
     async def fetch(
-        self, position: int, root: bytes, holders: Sequence[Source], used: set[str]
+        self,
+        position: int,
+        root: bytes,
+        holders: Sequence[Source],
+        used: set[str],
+        *,
+        beside: Sequence[Source] = (),
     ) -> OuterState:
         """Return the state at a position.
 
@@ -48,12 +55,14 @@ class Leaves:
             root: what its leaves have to make up.
             holders: those that say they have it.
             used: takes the names of those that gave some of it.
+            beside: others that give leaves alone: what the leaves have to be, holders say.
 
         Raises:
             NoDonor: they did not give all of it.
         """
         assembly = await self._assembly(position, root, holders)
         queue = _ranges(sorted(assembly.missing))
+        holders = [*holders, *beside]
         while queue and holders:  # again without those that failed: others may be done already
             asked = [source for source in holders for _ in range(REQUESTS_A_DONOR)]
             still_good = await together(
@@ -104,6 +113,9 @@ class Leaves:
                     self._on_progress("snapshot", len(assembly.missing))
             except FETCH_ERRORS as error:
                 queue += _ranges([i for i in indices if i in assembly.missing])
+                if isinstance(error, GaveWay):
+                    await asyncio.sleep(ASK_AGAIN_S)
+                    continue
                 failed = notices.snapshot_failed(
                     snapshot=position, donor=source.name, reason=str(error)
                 )

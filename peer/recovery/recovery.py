@@ -75,7 +75,8 @@ class Recovery:
             on_event: called with what people should know.
             on_progress: called with what is fetched ("replay", "snapshot") and how much is left.
             on_taken: called with the position of each entry that is new in the log here.
-            fallback: asked last, as the coordinator is, which has better things to do.
+            fallback: the coordinator, which proves what peers offer, and is in no round: it gives a
+                part of what a newcomer needs, and else is asked last.
         """
         self._replica = replica
         self._sources = sources
@@ -199,6 +200,17 @@ class Recovery:
             ahead = []
         return ahead or await self._ask_last()
 
+    async def _and_fallback(self, donors: Sequence[Donor]) -> list[Donor]:
+        """Return the donors and, at the end, the fallback if it answers; it is in no round."""
+        fallback = self._fallback
+        if fallback is None or any(donor.source is fallback for donor in donors):
+            return [*donors]
+        with suppress(TimeoutError):
+            async with asyncio.timeout(SLOW_STALLS * self._stall_s):
+                head = await self._ask(fallback)
+                return [*donors, *([Donor(source=fallback, head=head)] if head else [])]
+        return [*donors]
+
     async def _ask_last(self) -> list[Donor]:
         """Return the fallback if it has what this replica lacks."""
         if self._fallback is None:
@@ -311,15 +323,30 @@ class Recovery:
             if replica.is_ledger:
                 raise
             return False
-        async with self._bodies([claim.entry for claim in claims], donors) as bodies:
+        if restored:
+            donors = await self._and_fallback(donors)
+        entries = [claim.entry for claim in claims]
+        async with self._bodies(entries, donors, gives_way=restored) as bodies:
             for claim in claims:
                 if not replica.is_disproved and await self._apply(claim, bodies, used):
                     used.add(furthest.name)  # an entry may have no body that anybody gives
         return bool(claims)
 
-    def _bodies(self, entries: Sequence[Entry], donors: Sequence[Donor]) -> Bodies:
-        compute = self._replica.compute
-        return Bodies(entries, donors, compute=compute, on_failure=self._on_failure)
+    def _bodies(
+        self, entries: Sequence[Entry], donors: Sequence[Donor], *, gives_way: bool = False
+    ) -> Bodies:
+        """Return the bodies, for which rounds wait unless this `gives_way`, as a newcomer does.
+
+        A peer that is behind does not: its next contribution depends on them, and where rounds
+        follow each other quickly it would never draw level.
+        """
+        return Bodies(
+            entries,
+            donors,
+            compute=self._replica.compute,
+            on_failure=self._on_failure,
+            gives_way=gives_way,
+        )
 
     def _on_failure(self, entry: Entry, donor: Donor, error: Exception) -> None:
         failed = notices.entry_failed(entry=entry.position, donor=donor.name, reason=str(error))
@@ -429,8 +456,10 @@ class Recovery:
             start, here = min(opened.base_position, min(offered, default=0)), None
         async with Tasks() as tasks:
             vouching = tasks.spawn(self._signed_roots(offered))
+            helping = tasks.spawn(self._and_fallback(donors))
             claims = await self._claims(donors[0], start, here)
             vouched = await self._vouched(await vouching, claims)
+            givers = await helping
         certified: dict[int, bytes] = await replica.compute(
             replica.certified_roots, claims, sorted(offered)
         )
@@ -438,11 +467,14 @@ class Recovery:
         if not replica.is_ledger:  # which has updates of its own
             roots = {p: root for p, root in roots.items() if self._leads_on(p, donors)}
         for position, root in sorted(roots.items(), reverse=True):
-            holders = [d.source for d in donors if position in d.head.snapshots]
+            holders, beside = (
+                [d.source for d in some if position in d.head.snapshots]
+                for some in (donors, givers[len(donors) :])
+            )
             signed = None if position in certified else vouched[position]
             with suppress(NoDonor):
-                fetched = [await self._leaves.fetch(position, root, holders, used)]
-                await self._install(fetched, claims, donors, used, signed)
+                fetched = [await self._leaves.fetch(position, root, holders, used, beside=beside)]
+                await self._install(fetched, claims, givers, used, signed)
                 return position
         if not replica.is_ledger and self._leads_on(0, donors):
             claims = await self._claims(donors[0], 0, None)
@@ -481,7 +513,8 @@ class Recovery:
         position = fetched[0].position
         is_kept = any(donor.head.first_body <= position for donor in donors)
         after = [c for c in claims if is_kept and c.entry.position >= position]
-        async with self._bodies([claim.entry for claim in after], donors) as bodies:
+        entries = [claim.entry for claim in after]
+        async with self._bodies(entries, donors, gives_way=True) as bodies:
             bodies.begin()
             await self._replica.install(fetched.pop(), claims, self._on_taken, signed=signed)
             with suppress(NoDonor):

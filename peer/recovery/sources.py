@@ -5,19 +5,30 @@ Nothing that a source gives is trusted: the replica that recovers verifies all o
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+import asyncio
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
+from contextlib import aclosing, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Protocol
 
 from atoll.coordinator.rpc.client import CoordinatorClient
 from atoll.coordinator.rpc.client_errors import CoordinatorError, NotThere
+from atoll.dht.refusals import RefusalCode
 from atoll.dht.roster import PeerRecord
 from atoll.dht.tasks import together
-from atoll.dht.transport import TransportError
+from atoll.dht.transport import Refused, TransportError
 from atoll.optim.log.entry import LogError, SignedRoot, sha256
 from atoll.optim.reduction.cells import UpdateError
 from atoll.optim.state.outer_state import StateError
+from atoll.peer.recovery.errors import GaveWay
 from atoll.peer.rounds.context import Context, fetch_head
 from atoll.peer.rounds.fetching import (
     MAX_SPAN,
@@ -32,6 +43,8 @@ from atoll.peer.rounds.messages import PROTOCOL, Decided, Head
 FETCH_ERRORS = (TransportError, CoordinatorError, LogError, StateError, UpdateError)
 """Errors that a source causes if it fails or lies; another one may do better."""
 
+ASK_AGAIN_S = 0.5  # a donor that is in a round: a question is a round trip, a round up to minutes
+GIVES_WAY_S = 10.0  # to rounds of one donor, after which it is asked for one answer beside them
 ASKED_AT_ONCE = 32  # peers that a recovery asks at once, however many there are
 
 
@@ -51,8 +64,14 @@ class Source(Protocol):
         """Fetch entries with certificates from `start` on, perhaps fewer than asked for."""
         ...
 
-    async def body(self, position: int, start: int, into: memoryview) -> None:
-        """Fetch bytes of an entry's body, from `start` on as many as `into` holds."""
+    async def body(
+        self, position: int, start: int, into: memoryview, *, gives_way: bool = False
+    ) -> None:
+        """Fetch bytes of an entry's body, from `start` on as many as `into` holds.
+
+        Raises:
+            GaveWay: it would beside a round of the donor, if this `gives_way`.
+        """
         ...
 
     async def leaf_digests(self, position: int, count: int) -> list[bytes]:
@@ -60,7 +79,11 @@ class Source(Protocol):
         ...
 
     def leaves(self, position: int, indices: Sequence[int]) -> AsyncIterator[tuple[int, bytes]]:
-        """Fetch consecutive leaves of a snapshot."""
+        """Fetch consecutive leaves of a snapshot.
+
+        Raises:
+            GaveWay: the donor is in a round.
+        """
         ...
 
 
@@ -131,6 +154,8 @@ class PeerSource:
     def __init__(self, ctx: Asking, peer: str) -> None:
         self._ctx = ctx
         self._peer = peer
+        self._gave_way_at: float | None = None
+        """since when it has given nothing because of rounds"""
 
     @property
     def name(self) -> str:
@@ -149,21 +174,48 @@ class PeerSource:
         """Fetch entries with certificates."""
         return await fetch_headers(self._ctx, self._peer, start, stop)
 
-    async def body(self, position: int, start: int, into: memoryview) -> None:
+    async def body(
+        self, position: int, start: int, into: memoryview, *, gives_way: bool = False
+    ) -> None:
         """Fetch bytes of an entry's body."""
-        await fetch_body(self._ctx, self._peer, position, start, into)
+        with self._giving_way(gives_way) as gives_way:
+            await fetch_body(self._ctx, self._peer, position, start, into, gives_way=gives_way)
 
     async def leaf_digests(self, position: int, count: int) -> list[bytes]:
         """Fetch the digests of a snapshot's leaves."""
         return await fetch_leaf_digests(self._ctx, self._peer, position, count)
 
-    def leaves(self, position: int, indices: Sequence[int]) -> AsyncIterator[tuple[int, bytes]]:
+    async def leaves(
+        self, position: int, indices: Sequence[int]
+    ) -> AsyncGenerator[tuple[int, bytes]]:
         """Fetch leaves of a snapshot."""
-        return fetch_leaves(self._ctx, self._peer, position, indices)
+        with self._giving_way(True) as gives_way:
+            leaves = fetch_leaves(self._ctx, self._peer, position, indices, gives_way=gives_way)
+            async with aclosing(leaves):
+                async for index, leaf in leaves:
+                    yield index, leaf
+
+    @contextmanager
+    def _giving_way(self, wanted: bool) -> Iterator[bool]:
+        """Yield whether a request gives way to rounds of this peer, which it does not for long.
+
+        Where a link is slow, a round takes most of the time between two, and a reader that had the
+        rest alone would fall behind.
+        """
+        now_s, since_s = asyncio.get_running_loop().time(), self._gave_way_at
+        gives_way = wanted and (since_s is None or now_s < since_s + GIVES_WAY_S)
+        try:
+            yield gives_way
+        except Refused as error:
+            if not gives_way or error.code != RefusalCode.BUSY:
+                raise
+            self._gave_way_at = now_s if since_s is None else since_s
+            raise GaveWay(str(error), peer=self._peer) from None
+        self._gave_way_at = None
 
 
 class CoordinatorSource:
-    """The coordinator, which has all of the log but what it missed; asked if no peer can help."""
+    """The coordinator, which has all of the log but what it missed, and is in no round."""
 
     name = "coordinator"
 
@@ -216,8 +268,10 @@ class CoordinatorSource:
         entries = self._client.fetch_entries(start, count)
         return [Decided(entry=e.entry, certificate=e.certificate) async for e in entries]
 
-    async def body(self, position: int, start: int, into: memoryview) -> None:
-        """Fetch bytes of an entry's body."""
+    async def body(
+        self, position: int, start: int, into: memoryview, *, gives_way: bool = False
+    ) -> None:
+        """Fetch bytes of an entry's body; it is in no round."""
         await self._client.fetch_body(position, start, into)
 
     async def leaf_digests(self, position: int, count: int) -> list[bytes]:

@@ -141,7 +141,7 @@ class Rounds:
             ballots=ballots,
         )
         self.ordering = Ordering(ctx, self.voter, self.leading, catch_up=self.kick_catch_up)
-        self.archive = Archive(ctx)
+        self.archive = Archive(ctx, is_awaited=self._is_awaited)
         self.eager = EagerCodes(ctx)
         self._ahead = positions_ahead(len(ctx.replay.fragments))
         self._pending: dict[int, Pending] = {}
@@ -458,6 +458,12 @@ class Rounds:
         return any(
             under_way.get(p, RoundPhase.WAIT) is RoundPhase.WAIT for p in self._pending.values()
         )
+
+    def _is_awaited(self) -> bool:
+        """Return whether training here waits for a round whose bytes are on the way."""
+        if self._ctx.replay.method.hidden_steps(1):
+            return False  # it goes on meanwhile, and rounds may follow each other without a pause
+        return any(flight.phase is not RoundPhase.WAIT for flight, _ in self._flights.values())
 
     def _serve_vote(self, method: str) -> Callable[[str, bytes], Awaitable[bytes]]:
         async def answer(remote: str, body: bytes) -> bytes:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
@@ -40,6 +40,7 @@ from atoll.peer.rounds.messages import (
     BodyRequest,
     Decided,
     LeafRequest,
+    LeavesRequest,
     PartRequest,
     Span,
 )
@@ -162,7 +163,9 @@ async def fetch_headers(ctx: Asking, peer: str, start: int, stop: int) -> list[D
     return headers
 
 
-async def fetch_body(ctx: Asking, peer: str, position: int, start: int, into: memoryview) -> None:
+async def fetch_body(
+    ctx: Asking, peer: str, position: int, start: int, into: memoryview, *, gives_way: bool = False
+) -> None:
     """Fetch bytes of an entry's body, from `start` on as many as `into` holds, unverified.
 
     Over a link with a cap they are asked for a little at a time: else all of them come at once.
@@ -171,11 +174,14 @@ async def fetch_body(ctx: Asking, peer: str, position: int, start: int, into: me
     step = LEAF_BYTES if inflow.is_limited else max(1, len(into))
     async with inflow.stream():
         for first in range(0, len(into), step):
-            await _fill(ctx, peer, position, start + first, into[first : first + step])
+            some, at = into[first : first + step], start + first
+            request = BodyRequest(
+                position=position, start=at, stop=at + len(some), gives_way=gives_way
+            )
+            await _fill(ctx, peer, request, some)
 
 
-async def _fill(ctx: Asking, peer: str, position: int, start: int, into: memoryview) -> None:
-    request = BodyRequest(position=position, start=start, stop=start + len(into))
+async def _fill(ctx: Asking, peer: str, request: BodyRequest, into: memoryview) -> None:
     async with ctx.link.inflow.asking(len(into)) as came:
         async with await _open(ctx, peer, "body", request) as stream:
             floor = _Floor(ctx, came)
@@ -195,15 +201,17 @@ async def fetch_leaf_digests(ctx: Asking, peer: str, position: int, count: int) 
 
 
 async def fetch_leaves(
-    ctx: Asking, peer: str, position: int, indices: Sequence[int]
-) -> AsyncIterator[tuple[int, bytes]]:
+    ctx: Asking, peer: str, position: int, indices: Sequence[int], *, gives_way: bool = False
+) -> AsyncGenerator[tuple[int, bytes]]:
     """Fetch consecutive leaves of a snapshot, packed and unverified.
 
     Over a link with a cap each is asked for alone.
     """
     step = 1 if ctx.link.inflow.is_limited else len(indices)
     for some in (indices[i : i + step] for i in range(0, len(indices), step)):
-        request = LeafRequest(position=position, start=some[0], stop=some[-1] + 1)
+        request = LeavesRequest(
+            position=position, start=some[0], stop=some[-1] + 1, gives_way=gives_way
+        )
         async with ctx.link.inflow.asking(len(some) * LEAF_BYTES) as came:
             async with await _open(ctx, peer, "leaves", request) as stream:
                 floor = _Floor(ctx, came)
@@ -332,8 +340,10 @@ def _packed_leaf(snapshot: SnapshotFile, index: int) -> bytes:
 class Archive:
     """The donor's side."""
 
-    def __init__(self, ctx: Context) -> None:
+    def __init__(self, ctx: Context, *, is_awaited: Callable[[], bool]) -> None:
+        """`is_awaited` tells whether the trainer waits for bytes of a round."""
         self._ctx = ctx
+        self._is_awaited = is_awaited
         self.slots = Slots(ctx.link.max_readers)
 
     def serve(self) -> None:
@@ -391,6 +401,7 @@ class Archive:
 
     async def _serve_body(self, remote: str, stream: Stream) -> None:
         request = await self._request(stream, BodyRequest)
+        self._expect_spare(request)
         position = request.position
         async with self._outflow(remote, stream) as out:
             store = self._ctx.replica.store
@@ -415,8 +426,9 @@ class Archive:
             await out.send_pieces(b"".join(digests[request.start : request.stop]))
 
     async def _serve_leaves(self, remote: str, stream: Stream) -> None:
-        request = await self._request(stream, LeafRequest)
+        request = await self._request(stream, LeavesRequest)
         self._leased(request)  # before a wait for nothing
+        self._expect_spare(request)
         async with self._outflow(remote, stream) as out:
             snapshot = self._leased(request)  # and no file is held for a stream that waits
             for index in range(request.start, request.stop):
@@ -425,6 +437,11 @@ class Archive:
                 except StoreCorrupt:  # the disk spoiled it; whoever asks finds another donor
                     raise refuse_missing(f"leaf {index} of {request.position}") from None
                 await out.send(leaf)
+
+    def _expect_spare(self, request: BodyRequest | LeavesRequest) -> None:
+        """Refuse a reader that is in no hurry while this peer's own training waits for the link."""
+        if request.gives_way and self._is_awaited():
+            raise Refused(RefusalCode.BUSY, "training waits for a round; ask again in a second")
 
     def _leased(self, request: LeafRequest) -> SnapshotFile:
         snapshot = self._ctx.replica.lease(request.position)

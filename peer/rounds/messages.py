@@ -19,7 +19,7 @@ Streams (duplex; an empty message is a sign of life)::
     headers  Span ->         <- Decided*                                 entries with certificates
     body     BodyRequest ->  <- pieces of the body of an entry
     digests  LeafRequest ->  <- pieces of the digests of a snapshot's leaves
-    leaves   LeafRequest ->  <- leaves of a snapshot
+    leaves   LeavesRequest ->  <- leaves of a snapshot
 
 A message of the streams ``round`` and ``reduce`` is one byte naming the kind, then the record; for
 cells the kind ``CELL`` and whole frames, each with its length before it
@@ -63,7 +63,7 @@ from atoll.optim.log.entry import (
 from atoll.optim.log.locks import Justification, Lock
 from atoll.optim.state.outer_step import to_fp32
 
-PROTOCOL = 14  # peers of another protocol refuse each other's reports
+PROTOCOL = 15  # peers of another protocol refuse each other's reports
 # Members above which relays add up their rows' codes (`rows`), nothing goes up front, and only
 # acceptors get the reports' signatures: an owner would hold the codes of all before it knows what
 # they weigh, and signatures are half of a group's bytes. With fewer members the bytes of sums cost
@@ -560,6 +560,8 @@ class BodyRequest(Record):
     position: Count
     start: Count
     stop: Count
+    gives_way: bool
+    """the reader asks again if a round needs the donor's link; it is in no hurry"""
 
 
 class LeafRequest(Record):
@@ -568,6 +570,13 @@ class LeafRequest(Record):
     position: Count
     start: Count
     stop: Count
+
+
+class LeavesRequest(LeafRequest):
+    """Leaves themselves, which are many bytes."""
+
+    gives_way: bool
+    """as in `BodyRequest`"""
 
 
 class SnapshotMeta(Record):

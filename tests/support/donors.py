@@ -52,7 +52,9 @@ class StoreSource:
         records = self.store.headers(start, stop - start)
         return [Decided(entry=r.entry, certificate=r.certificate) for r in records]
 
-    async def body(self, position: int, start: int, into: memoryview) -> None:
+    async def body(
+        self, position: int, start: int, into: memoryview, *, gives_way: bool = False
+    ) -> None:
         into[:] = self.store.body(position)[start : start + len(into)]
 
 

@@ -52,6 +52,7 @@ from atoll.peer.rounds.messages import (
     JustifiedPropose,
     Known,
     LeafRequest,
+    LeavesRequest,
     LockedPromise,
     PartRequest,
     Prepare,
@@ -454,10 +455,15 @@ class Liar:
         asks: dict[str, Record] = {
             "headers": span,
             "body": BodyRequest(
-                position=start, start=rng.choice((0, 7, FAR)), stop=rng.choice((1, 100, FAR))
+                position=start,
+                start=rng.choice((0, 7, FAR)),
+                stop=rng.choice((1, 100, FAR)),
+                gives_way=rng.choice((False, True)),
             ),
             "digests": LeafRequest(position=start, start=0, stop=FAR),
-            "leaves": LeafRequest(position=start, start=0, stop=FAR),
+            "leaves": LeavesRequest(
+                position=start, start=0, stop=FAR, gives_way=rng.choice((False, True))
+            ),
             "part": PartRequest(digest=rng.randbytes(32), wire_bytes=rng.choice((0, 100, FAR))),
             "head": Known(epoch=rng.choice((None, 0, 1, FAR)), roster=rng.randbytes(40)),
         }

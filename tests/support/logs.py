@@ -189,7 +189,9 @@ class LogSource:
     async def signed_root(self, position: int) -> SignedRoot | None:
         return None
 
-    async def body(self, position: int, start: int, into: memoryview) -> None:
+    async def body(
+        self, position: int, start: int, into: memoryview, *, gives_way: bool = False
+    ) -> None:
         assert position >= self.first_body
         into[:] = self.log.entries[position][1][start : start + len(into)]
 

@@ -10,7 +10,8 @@ from atoll.dht.transport import PeerUnreachable
 from atoll.optim.log.entry import Elector, Entry, Member, Part, sha256
 from atoll.peer.recovery import bodies
 from atoll.peer.recovery.bodies import BODIES_AHEAD, PIECE_BYTES, STREAMS, Bodies, pieces
-from atoll.peer.recovery.sources import Donor
+from atoll.peer.recovery.errors import GaveWay
+from atoll.peer.recovery.sources import ASK_AGAIN_S, Donor
 from atoll.peer.rounds.messages import Head
 
 FETCH_S = 1.0
@@ -64,11 +65,16 @@ class SlowSource:
     lies: bool = False
     sizes: tuple[int, ...] = (100,)
     took_s: float = FETCH_S
+    in_round_s: float = 0.0
     under_way: list[int] = field(default_factory=list)
     asked: list[int] = field(default_factory=list)
     most: int = 0
+    gave_way: int = 0
 
-    async def body(self, position, start, into):
+    async def body(self, position, start, into, *, gives_way=False):
+        if gives_way and asyncio.get_running_loop().time() < self.in_round_s:
+            self.gave_way += 1
+            raise GaveWay("training waits for a round", peer=self.name)
         self.asked.append(position)
         self.under_way.append(position)
         self.most = max(self.most, len(self.under_way))
@@ -104,20 +110,21 @@ async def at_once(function, *arguments):
     return function(*arguments)
 
 
-def bodies_of(entries, donors, failures):
+def bodies_of(entries, donors, failures, *, gives_way=False):
     return Bodies(
         entries,
         donors,
         compute=at_once,
         on_failure=lambda entry, donor, error: failures.append((donor.name, str(error))),
+        gives_way=gives_way,
     )
 
 
-async def take_all(entries, donors, failures):
+async def take_all(entries, donors, failures, *, gives_way=False):
     """The body of each entry, and the seconds that it took."""
     loop = asyncio.get_running_loop()
     began_s, taken = loop.time(), []
-    async with bodies_of(entries, donors, failures) as some:
+    async with bodies_of(entries, donors, failures, gives_way=gives_way) as some:
         for each in entries:
             taken.append(await some.of(each))
             assert taken[-1].data == body_of(each.position, [p.wire_bytes for p in each.parts])
@@ -149,6 +156,30 @@ def test_a_large_body_comes_from_several_at_once():
     assert run_virtual(main(1)) == (FETCH_S, [4])
     assert run_virtual(main(2)) == (FETCH_S, [2, 2])
     assert run_virtual(main(4)) == (FETCH_S, [1, 1, 1, 1])
+
+
+def test_a_newcomer_takes_bodies_from_those_that_are_in_no_round():
+    async def main(gives_way):
+        sizes, failures = (PIECE_BYTES,) * (2 * STREAMS), []
+        busy = SlowSource(name="busy", sizes=sizes, in_round_s=60.0)
+        idle = SlowSource(name="idle", sizes=sizes)
+        donors = [donor(busy), donor(idle)]
+        _, took_s = await take_all([entry(0, *sizes)], donors, failures, gives_way=gives_way)
+        assert took_s == pytest.approx(2 * FETCH_S, abs=0.01) and not failures
+        return len(busy.asked), len(idle.asked)
+
+    assert run_virtual(main(gives_way=True)) == (0, 2 * STREAMS)
+    assert run_virtual(main(gives_way=False)) == (STREAMS, STREAMS)
+
+
+def test_a_newcomer_asks_again_soon_where_all_are_in_a_round():
+    async def main():
+        failures, source = [], SlowSource(name="busy", in_round_s=7.0)
+        _, took_s = await take_all([entry(0)], [donor(source)], failures, gives_way=True)
+        assert 7.0 + FETCH_S <= took_s <= 7.0 + FETCH_S + ASK_AGAIN_S
+        assert source.gave_way == 7.0 / ASK_AGAIN_S and not failures
+
+    run_virtual(main())
 
 
 def test_no_more_streams_at_once_than_a_link_takes():

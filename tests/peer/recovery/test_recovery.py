@@ -103,7 +103,9 @@ class Forges(LogSource):
 class SendsOtherBodies(LogSource):
     """Sends bodies of the right length."""
 
-    async def body(self, position: int, start: int, into: memoryview) -> None:
+    async def body(
+        self, position: int, start: int, into: memoryview, *, gives_way: bool = False
+    ) -> None:
         into[:] = bytes(len(into))
 
 
@@ -158,7 +160,9 @@ def test_bodies_come_while_the_state_before_them_is_put_in_place(
     asked, install = threading.Event(), log.late.install
 
     class TellsOfBodies(LogSource):
-        async def body(self, position: int, start: int, into: memoryview) -> None:
+        async def body(
+            self, position: int, start: int, into: memoryview, *, gives_way: bool = False
+        ) -> None:
             asked.set()
             await super().body(position, start, into)
 
@@ -179,8 +183,8 @@ def test_a_state_that_came_is_let_go_with_the_first_entry_after_it(
     apply, came, held = Recovery._apply, list[weakref.ref[Any]](), list[bool]()
     fetch = Leaves.fetch
 
-    async def fetching(leaves: Leaves, *given: Any) -> Any:
-        state = await fetch(leaves, *given)
+    async def fetching(leaves: Leaves, *given: Any, **more: Any) -> Any:
+        state = await fetch(leaves, *given, **more)
         came.append(weakref.ref(state))
         return state
 
@@ -197,7 +201,9 @@ def test_a_state_that_came_is_let_go_with_the_first_entry_after_it(
 
 def test_a_body_that_nobody_gives_leaves_the_state_that_came(log: Log) -> None:
     class GivesNoBody(LogSource):
-        async def body(self, position: int, start: int, into: memoryview) -> None:
+        async def body(
+            self, position: int, start: int, into: memoryview, *, gives_way: bool = False
+        ) -> None:
             raise PeerUnreachable("it is gone")
 
     with pytest.raises(NoDonor):

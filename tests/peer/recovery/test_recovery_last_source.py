@@ -38,7 +38,7 @@ class Follower:
     async def signed_root(self, position):
         return None
 
-    async def body(self, position, start, into):
+    async def body(self, position, start, into, *, gives_way=False):
         into[:] = self.peer.replica.store.body(position)[start : start + len(into)]
 
     async def leaf_digests(self, position, count):

@@ -7,6 +7,7 @@ import pytest
 
 from atoll.coordinator.rpc.client_errors import CoordinatorUnreachable
 from atoll.coordinator.run.keys import RunKeys
+from atoll.dht.transport import PeerUnreachable
 from atoll.optim.log.live_replica import LiveReplica
 from atoll.peer.recovery.recovery import Recovery
 from support import kit
@@ -23,6 +24,21 @@ class Coordinator(LogSource):
     async def signed_root(self, position):
         state = self.states.get(position)
         return self.log.signed_root(position, state, self.keys) if state is not None else None
+
+
+class GivingCoordinator(Coordinator):
+    """It has these states as well, and says so."""
+
+    def __init__(self, log, states):
+        super().__init__(log, states)
+        self.snapshots = tuple(states)
+
+    async def leaf_digests(self, position, count):
+        return list(self.states[position].leaves())
+
+    async def leaves(self, position, indices):
+        for index in indices:
+            yield index, self.states[position].read_leaf(index)
 
 
 class Liar(LogSource):
@@ -104,6 +120,19 @@ def test_the_newest_state_is_taken_on_the_word_of_the_runs_key(joiner):
     assert joiner.stands_right()
 
 
+def test_the_coordinator_gives_leaves_as_well(joiner):
+    class Breaks(LogSource):
+        async def leaves(self, position, indices):
+            raise PeerUnreachable("gone", peer="a")
+            yield
+
+    log = joiner.log
+    donor = Breaks(log, name="a", first_body=6, snapshots=(6, 8))
+    recovered = joiner.recover([donor], GivingCoordinator(log, {8: log.states[8]}))
+    assert recovered.snapshot_position == 8 and "coordinator" in recovered.donors
+    assert joiner.stands_right()
+
+
 def test_a_certified_state_is_taken_where_nobody_vouches(joiner):
     assert joiner.recover([peer(joiner.log)], Coordinator(joiner.log, {})).snapshot_position == 6
     assert joiner.stands_right()
@@ -137,6 +166,14 @@ def test_a_wrong_root_alone_gives_nobody_a_state(joiner):
     """A coordinator that computes wrongly: no peer has the leaves."""
     log = joiner.log
     coordinator = Coordinator(log, {8: log.states[7].at(8)})
+    assert joiner.recover([peer(log)], coordinator).snapshot_position == 6
+    assert joiner.stands_right()
+
+
+def test_a_coordinator_that_gives_a_wrong_state_itself_gives_nobody_one(joiner):
+    """What the leaves have to be, peers say."""
+    log = joiner.log
+    coordinator = GivingCoordinator(log, {8: log.states[7].at(8)})
     assert joiner.recover([peer(log)], coordinator).snapshot_position == 6
     assert joiner.stands_right()
 

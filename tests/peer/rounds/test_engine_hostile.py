@@ -13,6 +13,7 @@ from atoll.peer.rounds.messages import (
     Announced,
     BodyRequest,
     LeafRequest,
+    LeavesRequest,
     PartRequest,
     Prepare,
     Propose,
@@ -127,17 +128,25 @@ def test_an_entry_with_a_certificate_of_another_is_not_applied(tmp_path):
     attacked(tmp_path, attack)
 
 
+def body_request(position, start, stop):
+    return BodyRequest(position=position, start=start, stop=stop, gives_way=False)
+
+
+def leaves_request(position):
+    return LeavesRequest(position=position, start=0, stop=2**40, gives_way=False)
+
+
 def test_requests_for_what_is_not_there_are_refused_without_work(tmp_path):
     async def attack(stranger, peer):
         for method, request in (
             ("part", PartRequest(digest=b"q" * 32, wire_bytes=2**40)),
-            ("body", BodyRequest(position=10**9, start=0, stop=2**40)),
-            ("body", BodyRequest(position=0, start=2**40, stop=2**41)),
-            ("body", BodyRequest(position=0, start=2, stop=1)),
+            ("body", body_request(10**9, 0, 2**40)),
+            ("body", body_request(0, 2**40, 2**41)),
+            ("body", body_request(0, 2, 1)),
             ("digests", LeafRequest(position=10**9, start=0, stop=2**40)),
             ("digests", LeafRequest(position=2, start=0, stop=2**40)),
-            ("leaves", LeafRequest(position=10**9, start=0, stop=2**40)),
-            ("leaves", LeafRequest(position=2, start=0, stop=2**40)),
+            ("leaves", leaves_request(10**9)),
+            ("leaves", leaves_request(2)),
         ):
             refusal = await send(stranger, peer, method, request.encode())
             assert refusal is not None

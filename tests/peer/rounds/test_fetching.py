@@ -15,7 +15,7 @@ from atoll.optim.state.outer_state import LEAF_BYTES
 from atoll.peer.rounds import fetching
 from atoll.peer.rounds.bulk import BITS
 from atoll.peer.rounds.fetching import Archive, fetch_body, fetch_headers, fetch_leaves, fetch_part
-from atoll.peer.rounds.messages import LeafRequest, Span, deflated, inflated
+from atoll.peer.rounds.messages import LeavesRequest, Span, deflated, inflated
 from atoll.peer.rounds.pacing import DECLARED_SHARE, SPARE_SHARE, Link
 from support.strikes import passed
 from support.swarm import run_swarm
@@ -25,6 +25,32 @@ async def body_from(ctx, peer, position, num_bytes):
     body = bytearray(num_bytes)
     await fetch_body(ctx, peer, position, 0, memoryview(body))
     return body
+
+
+def test_a_reader_in_no_hurry_gets_nothing_while_training_waits_for_a_round(tmp_path):
+    async def scenario(swarm):
+        peers = await swarm.start(3, window_s=1.0)
+        await swarm.until(lambda: passed(peers, 4))
+        donor, asking = peers[:2]
+        await donor.replica.saved()
+        name, body = donor.identity.peer_id, donor.replica.store.body(2)
+        into = memoryview(bytearray(len(body)))
+        newest = max(donor.replica.snapshots)
+        donor.rounds.archive._is_awaited = lambda: True
+        with pytest.raises(Refused, match="busy"):
+            await fetch_body(asking.ctx, name, 2, 0, into, gives_way=True)
+        with pytest.raises(Refused, match="busy"):
+            async for _ in fetch_leaves(asking.ctx, name, newest, [0], gives_way=True):
+                pass
+        await fetch_body(asking.ctx, name, 2, 0, into)
+        assert into == body
+        assert [i async for i, _ in fetch_leaves(asking.ctx, name, newest, [0])] == [0]
+        donor.rounds.archive._is_awaited = lambda: False
+        assert [
+            i async for i, _ in fetch_leaves(asking.ctx, name, newest, [0], gives_way=True)
+        ] == [0]
+
+    run_swarm(tmp_path, scenario)
 
 
 def test_a_part_of_other_bytes_is_taken_from_nobody(tmp_path):
@@ -109,7 +135,7 @@ def test_joiners_read_beside_rounds_that_fill_their_windows(monkeypatch, uplink_
         ctxs = {name: bare_context(net, name, uplink_mbit_s, piece) for name in names}
         donor, reader, member = ctxs.values()
         monkeypatch.setattr(fetching, "checked_body", pieces_of)
-        Archive(donor).serve()
+        Archive(donor, is_awaited=lambda: False).serve()
         sent = [0]
 
         async def sink(remote, stream):
@@ -179,7 +205,7 @@ class Donor:
         pass
 
     async def send(self, message, *, timeout_s):
-        request = LeafRequest.decode(message)
+        request = LeavesRequest.decode(message)
         at_s = asyncio.get_running_loop().time()
         self.asked.append((at_s, request.start, request.stop))
 

@@ -116,7 +116,7 @@ class Office:
         records = self.log.headers(start, stop - start)
         return [Decided(entry=r.entry, certificate=r.certificate) for r in records]
 
-    async def body(self, position, start, into):
+    async def body(self, position, start, into, *, gives_way=False):
         into[:] = self.log.body(position)[start : start + len(into)]
 
     def close(self):

@@ -61,15 +61,9 @@ class Leaves:
             NoDonor: they did not give all of it.
         """
         assembly = await self._assembly(position, root, holders)
-        queue = _ranges(sorted(assembly.missing))
-        holders = [*holders, *beside]
-        while queue and holders:  # again without those that failed: others may be done already
-            asked = [source for source in holders for _ in range(REQUESTS_A_DONOR)]
-            still_good = await together(
-                *(self._drain(source, position, assembly, queue, used) for source in asked)
-            )
-            failed = [s for s, is_good in zip(asked, still_good, strict=True) if not is_good]
-            holders = [source for source in holders if source not in failed]
+        work = _Work(position=position, assembly=assembly, used=used)
+        asked = [source for source in (*holders, *beside) for _ in range(REQUESTS_A_DONOR)]
+        await together(*(self._drain(source, work) for source in asked))
         if assembly.missing:
             raise NoDonor(f"{len(assembly.missing)} leaves of snapshot {position} are missing")
         try:
@@ -95,33 +89,69 @@ class Leaves:
                 )
         raise NoDonor(f"no peer has the digests of snapshot {position}")
 
-    async def _drain(
-        self,
-        source: Source,
-        position: int,
-        assembly: Assembly,
-        queue: list[list[int]],
-        used: set[str],
-    ) -> bool:
-        """Take ranges of leaves from one donor until none is left; False if the donor fails."""
-        while queue:
-            indices = queue.pop()
+    async def _drain(self, source: Source, work: _Work) -> None:
+        """Take ranges of leaves from one donor until all have come or the donor fails.
+
+        A range that another donor has taken may be given back: that one fails or is in a round.
+        """
+        assembly = work.assembly
+        while not work.is_done.is_set():
+            if not work.queue:
+                await work.rest()
+                if source.name in work.failed:
+                    return
+                continue
+            indices = work.queue.pop()
             try:
-                async for index, leaf in source.leaves(position, indices):
-                    await self._replica.compute(assembly.add, index, leaf)
-                    used.add(source.name)
-                    self._on_progress("snapshot", len(assembly.missing))
+                await self._take(source, indices, work)
+            except GaveWay:
+                work.give_back(indices)
+                await work.rest()
             except FETCH_ERRORS as error:
-                queue += _ranges([i for i in indices if i in assembly.missing])
-                if isinstance(error, GaveWay):
-                    await asyncio.sleep(ASK_AGAIN_S)
-                    continue
+                work.give_back(indices)
+                work.failed.add(source.name)
                 failed = notices.snapshot_failed(
-                    snapshot=position, donor=source.name, reason=str(error)
+                    snapshot=work.position, donor=source.name, reason=str(error)
                 )
                 self._on_event("warning", failed)
-                return False
-        return True
+                return
+            finally:
+                if not assembly.missing:
+                    work.is_done.set()
+
+    async def _take(self, source: Source, indices: list[int], work: _Work) -> None:
+        assembly = work.assembly
+        async for index, leaf in source.leaves(work.position, indices):
+            await self._replica.compute(assembly.add, index, leaf)
+            work.used.add(source.name)
+            self._on_progress("snapshot", len(assembly.missing))
+        if lacking := assembly.missing.intersection(indices):
+            raise StateError(f"expected {len(indices)} leaves, {len(lacking)} of them did not come")
+
+
+class _Work:
+    """A snapshot on its way."""
+
+    def __init__(self, *, position: int, assembly: Assembly, used: set[str]) -> None:
+        self.position = position
+        self.assembly = assembly
+        self.used = used
+        """names of donors that gave some of it"""
+        self.failed = set[str]()
+        """names of donors that failed"""
+        self.queue = _ranges(sorted(assembly.missing))
+        """what no donor is asked for"""
+        self.is_done = asyncio.Event()
+
+    def give_back(self, indices: Sequence[int]) -> None:
+        """Leave to the next donor what did not come."""
+        self.queue += _ranges([i for i in indices if i in self.assembly.missing])
+
+    async def rest(self) -> None:
+        """Wait until a donor may be asked again, or until all is done."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(ASK_AGAIN_S):
+                await self.is_done.wait()
 
 
 def _ranges(indices: Sequence[int]) -> list[list[int]]:

@@ -43,6 +43,7 @@ from atoll.peer.rounds.messages import Head
 
 KEEP_WORK = 4  # entries a fragment, replayed whatever they weigh: a snapshot would cost open work
 SLOW_STALLS = 0.5  # for the next answer after one has come: a frozen peer answers nobody
+PASSES_GIVING_WAY = 4  # the snapshot's and three: beside quick rounds there is no time to ask
 MAX_PASSES = 64  # of catching up with a head that moves on meanwhile; the next try resumes
 FIRST_REST_STALLS = 2.0  # a donor that failed is not asked again for so long, then twice as long
 MAX_REST_STALLS = 400.0  # ten minutes: it may have been a network that is mended now
@@ -92,6 +93,8 @@ class Recovery:
         """donors that failed, by name"""
         self._answered: list[Donor] = []
         """The peers that answered last."""
+        self._passes = 0
+        """of the run that is under way, with the one that is"""
 
     async def run(self) -> Recovered | None:
         """Catch up with the furthest donor; None if nothing was missing.
@@ -106,7 +109,7 @@ class Recovery:
         ahead: list[Donor] = []
         if not (self._on_the_log() or replica.is_disproved) and await replica.rewind():
             self._report_rewound(before)
-        for _ in range(MAX_PASSES):
+        for self._passes in range(1, MAX_PASSES + 1):
             now_ahead = await self._donors_ahead()
             if not now_ahead or (snapshot is None and self._is_published(now_ahead)):
                 break
@@ -323,10 +326,11 @@ class Recovery:
             if replica.is_ledger:
                 raise
             return False
-        if restored:
+        gives_way = restored and self._passes <= PASSES_GIVING_WAY
+        if gives_way:
             donors = await self._and_fallback(donors)
         entries = [claim.entry for claim in claims]
-        async with self._bodies(entries, donors, gives_way=restored) as bodies:
+        async with self._bodies(entries, donors, gives_way=gives_way) as bodies:
             for claim in claims:
                 if not replica.is_disproved and await self._apply(claim, bodies, used):
                     used.add(furthest.name)  # an entry may have no body that anybody gives
@@ -337,8 +341,8 @@ class Recovery:
     ) -> Bodies:
         """Return the bodies, for which rounds wait unless this `gives_way`, as a newcomer does.
 
-        A peer that is behind does not: its next contribution depends on them, and where rounds
-        follow each other quickly it would never draw level.
+        A peer that is behind does not, and a newcomer only for some passes: the next contribution
+        depends on them, and where rounds follow each other quickly it would never draw level.
         """
         return Bodies(
             entries,

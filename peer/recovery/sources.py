@@ -44,7 +44,7 @@ FETCH_ERRORS = (TransportError, CoordinatorError, LogError, StateError, UpdateEr
 """Errors that a source causes if it fails or lies; another one may do better."""
 
 ASK_AGAIN_S = 0.5  # a donor that is in a round: a question is a round trip, a round up to minutes
-GIVES_WAY_S = 10.0  # to rounds of one donor, after which it is asked for one answer beside them
+GIVES_WAY_S = 10.0  # to rounds of one donor, after which it is asked beside them until it answers
 ASKED_AT_ONCE = 32  # peers that a recovery asks at once, however many there are
 
 

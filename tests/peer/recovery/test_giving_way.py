@@ -94,3 +94,17 @@ def test_a_newcomer_reads_while_donors_wait_for_a_slower_peer(tmp_path):
         assert answers[True] > 2 * answers[False] > 0
 
     run_swarm(tmp_path, scenario)
+
+
+def test_a_newcomer_draws_level_beside_rounds_that_follow_each_other_quickly(tmp_path):
+    async def scenario(swarm):
+        peers = await swarm.start(3, window_s=2.0)
+        await swarm.until(lambda: passed(peers, 4))
+        for peer in peers:
+            peer.rounds.archive._is_awaited = lambda: True
+        newcomer = swarm.add(window_s=2.0)
+        async with asyncio.timeout(10 * GIVES_WAY_S):
+            await newcomer.start()
+        assert newcomer.recovered is not None and newcomer.replica.is_current
+
+    run_swarm(tmp_path, scenario)

@@ -9,6 +9,7 @@ from atoll.coordinator.rpc.client_errors import CoordinatorUnreachable
 from atoll.coordinator.run.keys import RunKeys
 from atoll.dht.transport import PeerUnreachable
 from atoll.optim.log.live_replica import LiveReplica
+from atoll.peer.recovery.errors import GaveWay
 from atoll.peer.recovery.recovery import Recovery
 from support import kit
 from support.logs import Log, LogSource
@@ -130,6 +131,41 @@ def test_the_coordinator_gives_leaves_as_well(joiner):
     donor = Breaks(log, name="a", first_body=6, snapshots=(6, 8))
     recovered = joiner.recover([donor], GivingCoordinator(log, {8: log.states[8]}))
     assert recovered.snapshot_position == 8 and "coordinator" in recovered.donors
+    assert joiner.stands_right()
+
+
+def test_a_coordinator_that_gives_fewer_leaves_than_it_was_asked_for_is_passed_over(joiner):
+    class Short(GivingCoordinator):
+        async def leaves(self, position, indices):
+            asked.append(position)
+            return
+            yield
+
+    class InRound(LogSource):
+        async def leaves(self, position, indices):
+            await asyncio.sleep(0.05)
+            if not asked:
+                raise GaveWay("training waits for a round", peer=self.name)
+            async for leaf in super().leaves(position, indices):
+                yield leaf
+
+    asked, log = [], joiner.log
+    donor = InRound(log, name="a", first_body=6, snapshots=(6, 8))
+    assert joiner.recover([donor], Short(log, {8: log.states[8]})).snapshot_position == 8
+    assert "state.snapshot_failed" in joiner.told and joiner.stands_right()
+
+
+def test_what_a_donor_in_a_round_has_not_given_the_others_give(joiner):
+    class InRound(LogSource):
+        async def leaves(self, position, indices):
+            await asyncio.sleep(0.05)
+            raise GaveWay("training waits for a round", peer=self.name)
+            yield
+
+    log = joiner.log
+    donor = InRound(log, name="a", first_body=6, snapshots=(6, 8))
+    recovered = joiner.recover([donor, peer(log, name="b")], Coordinator(log, {8: log.states[8]}))
+    assert recovered.snapshot_position == 8 and "b" in recovered.donors
     assert joiner.stands_right()
 
 

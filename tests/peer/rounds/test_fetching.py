@@ -53,6 +53,26 @@ def test_a_reader_in_no_hurry_gets_nothing_while_training_waits_for_a_round(tmp_
     run_swarm(tmp_path, scenario)
 
 
+def test_a_body_over_a_link_with_a_cap_comes_whole_if_a_round_begins_meanwhile(
+    tmp_path, monkeypatch
+):
+    async def scenario(swarm):
+        peers = await swarm.start(3, window_s=1.0)
+        await swarm.until(lambda: passed(peers, 4))
+        donor, asking = peers[:2]
+        await donor.replica.saved()
+        body = donor.replica.store.body(2)
+        into = memoryview(bytearray(len(body)))
+        monkeypatch.setattr(fetching, "LEAF_BYTES", len(body) // 3)
+        asking.ctx.link.inflow.limit(100.0)
+        in_round = iter([False])
+        donor.rounds.archive._is_awaited = lambda: next(in_round, True)
+        await fetch_body(asking.ctx, donor.identity.peer_id, 2, 0, into, gives_way=True)
+        assert into == body
+
+    run_swarm(tmp_path, scenario)
+
+
 def test_a_part_of_other_bytes_is_taken_from_nobody(tmp_path):
     async def scenario(swarm):
         peers = await swarm.start(3, window_s=1000.0)

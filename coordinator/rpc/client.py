@@ -17,7 +17,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
@@ -345,9 +345,16 @@ class CoordinatorClient(StatusClient):
                 body_bytes=header.body_bytes,
             )
 
-    async def fetch_body(self, position: int, start: int, into: memoryview) -> None:
-        """Fetch bytes of an entry's body, from `start` on as many as `into` holds, unverified."""
-        what = pb.BodyRange(position=position, start=start, stop=start + len(into))
+    async def fetch_body(
+        self, position: int, start: int, into: memoryview, *, gives_way: bool = False
+    ) -> None:
+        """Fetch bytes of an entry's body, from `start` on as many as `into` holds, unverified.
+
+        Raises:
+            Busy: the coordinator gives to enough others that give way, as this call does.
+        """
+        stop = start + len(into)
+        what = pb.BodyRange(position=position, start=start, stop=stop, gives_way=gives_way)
         request = pb.FetchRequest(auth=self._auth(), module=self.module, body=what)
         replies, at = self._stream_out("Fetch", request), 0
         while at < len(into):
@@ -369,13 +376,17 @@ class CoordinatorClient(StatusClient):
         raise BadReply("expected a snapshot, got nothing")
 
     async def fetch_leaves(
-        self, position: int, start: int = 0, count: int = 1 << 30
-    ) -> AsyncIterator[tuple[int, bytes]]:
-        """Yield a snapshot's leaves with their index, packed and unverified, for an `Assembly`."""
+        self, position: int, start: int = 0, count: int = 1 << 30, *, gives_way: bool = False
+    ) -> AsyncGenerator[tuple[int, bytes]]:
+        """Yield a snapshot's leaves with their index, packed and unverified, for an `Assembly`.
+
+        Raises:
+            Busy: as `fetch_body`.
+        """
         stop, is_there = start + count, True
         while start < stop and is_there:
             asked, is_there = min(stop - start, self.leaves_a_call), False
-            what = pb.LeafRange(position=position, start=start, count=asked)
+            what = pb.LeafRange(position=position, start=start, count=asked, gives_way=gives_way)
             request = pb.FetchRequest(auth=self._auth(), module=self.module, leaves=what)
             async with self.asking(asked * LEAF_BYTES) as came:
                 async for reply in self._stream_out("Fetch", request):

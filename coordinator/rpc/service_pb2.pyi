@@ -233,14 +233,16 @@ class EntryRange(_message.Message):
     def __init__(self, start: _Optional[int] = ..., count: _Optional[int] = ...) -> None: ...
 
 class BodyRange(_message.Message):
-    __slots__ = ("position", "start", "stop")
+    __slots__ = ("position", "start", "stop", "gives_way")
     POSITION_FIELD_NUMBER: _ClassVar[int]
     START_FIELD_NUMBER: _ClassVar[int]
     STOP_FIELD_NUMBER: _ClassVar[int]
+    GIVES_WAY_FIELD_NUMBER: _ClassVar[int]
     position: int
     start: int
     stop: int
-    def __init__(self, position: _Optional[int] = ..., start: _Optional[int] = ..., stop: _Optional[int] = ...) -> None: ...
+    gives_way: bool
+    def __init__(self, position: _Optional[int] = ..., start: _Optional[int] = ..., stop: _Optional[int] = ..., gives_way: _Optional[bool] = ...) -> None: ...
 
 class SnapshotRequest(_message.Message):
     __slots__ = ("latest", "position")
@@ -251,14 +253,16 @@ class SnapshotRequest(_message.Message):
     def __init__(self, latest: _Optional[bool] = ..., position: _Optional[int] = ...) -> None: ...
 
 class LeafRange(_message.Message):
-    __slots__ = ("position", "start", "count")
+    __slots__ = ("position", "start", "count", "gives_way")
     POSITION_FIELD_NUMBER: _ClassVar[int]
     START_FIELD_NUMBER: _ClassVar[int]
     COUNT_FIELD_NUMBER: _ClassVar[int]
+    GIVES_WAY_FIELD_NUMBER: _ClassVar[int]
     position: int
     start: int
     count: int
-    def __init__(self, position: _Optional[int] = ..., start: _Optional[int] = ..., count: _Optional[int] = ...) -> None: ...
+    gives_way: bool
+    def __init__(self, position: _Optional[int] = ..., start: _Optional[int] = ..., count: _Optional[int] = ..., gives_way: _Optional[bool] = ...) -> None: ...
 
 class FetchReply(_message.Message):
     __slots__ = ("header", "chunk", "snapshot", "leaf")

@@ -64,7 +64,10 @@ FIRST_MESSAGE_S = 5.0  # it leaves with the call; one of 2 MiB takes 5 s at 3.4 
 # Calls without their first message, which holds up to 4 MiB: 128 MiB of one address, if it sends
 # that within 5 s. Peers behind one router use a place for a round trip.
 UNBEGUN_OF_ONE, MAX_UNBEGUN = 32, 1024
-FETCHES_OF_ONE, MAX_FETCHES = 8, 256  # a joiner has two or three
+FETCHES_OF_ONE, MAX_FETCHES = 16, 256  # a joiner: six bodies, and five questions about snapshots
+# Calls for bodies and leaves that give way: more of them, on a home's uplink, would starve the rest
+# of what the coordinator sends, and one MiB of each takes 11 s at 3 Mbit/s.
+MAX_GIVING_WAY = 4
 MAX_LOOKING_BACK = 16  # calls for an earlier status that wait: each is answered within a second
 
 
@@ -89,6 +92,8 @@ class Service:
         self._pages = StatusPages(coordinator.status)
         self._unbegun = CallPlaces(of_one=UNBEGUN_OF_ONE, total=MAX_UNBEGUN)
         self._fetches = CallPlaces(of_one=FETCHES_OF_ONE, total=MAX_FETCHES)
+        self._giving_way = 0
+        """calls that give way, under way"""
 
     def _source(self, context: _Call) -> str:
         return source_of(self.true_caller(context.peer()))
@@ -373,8 +378,9 @@ class Service:
 
     async def _body(self, log: KeptLog, request: pb.BodyRange) -> AsyncIterator[pb.FetchReply]:
         chunks = checked_body(log.replica.store, request.position, request.start, request.stop)
-        async for chunk in _in_thread(chunks):
-            yield pb.FetchReply(chunk=chunk)
+        with self._spare_place(request.gives_way):
+            async for chunk in _in_thread(chunks):
+                yield pb.FetchReply(chunk=chunk)
 
     async def _snapshot(
         self, log: KeptLog, request: pb.SnapshotRequest
@@ -396,12 +402,24 @@ class Service:
 
     async def _leaves(self, log: KeptLog, request: pb.LeafRange) -> AsyncIterator[pb.FetchReply]:
         store = log.replica.store
-        with store.lease(request.position):
+        with self._spare_place(request.gives_way), store.lease(request.position):
             info = await asyncio.to_thread(store.snapshot, request.position)
             stop = min(request.start + request.count, len(info.leaf_digests))
             indices = range(request.start, stop)
             async for index, data in _in_thread(_packed_leaves(info, indices)):
                 yield pb.FetchReply(leaf=pb.Leaf(index=index, data=data))
+
+    @contextlib.contextmanager
+    def _spare_place(self, gives_way: bool) -> Iterator[None]:
+        if gives_way and self._giving_way >= MAX_GIVING_WAY:
+            raise Refusal(
+                RefusalStatus.RESOURCE_EXHAUSTED, "gives to enough others; ask your other donors"
+            )
+        self._giving_way += gives_way
+        try:
+            yield
+        finally:
+            self._giving_way -= gives_way
 
     async def _tokenizer(self) -> AsyncIterator[pb.FetchReply]:
         packed = self._packed_tokenizer

@@ -20,6 +20,9 @@ from atoll.peer.recovery.sources import ASK_AGAIN_S, FETCH_ERRORS, Donor
 BODIES_AHEAD_BYTES = 64 << 20  # on their way or waiting; of larger bodies one at a time comes
 STREAMS = 6  # at once: what a link of 100 Mbit/s at 100 ms takes
 BODIES_AHEAD = STREAMS  # small ones come on a stream each
+# As so many pieces under way counts a round. With more, all would go to one that is in none, which
+# may be slow, and hold them long after the rounds have ended.
+IN_ROUND_PIECES = 2
 PIECE_BYTES = 4 << 20  # of parts that are asked for together; a larger part comes alone
 
 OnFailure = Callable[[Entry, Donor, Exception], None]
@@ -179,15 +182,13 @@ class Bodies:
         return max(0.0, self._in_round_until.get(donor.name, 0.0) - _now_s())
 
     def _next(self, entry: Entry, piece: BodyPiece, failed: set[str]) -> Donor | None:
-        """Return the donor with the fewest pieces under way and failures, but those that failed.
-
-        Those in a round come last.
-        """
+        """Return the donor with the fewest pieces under way and failures, but those that failed."""
         left = [d for d in holders(entry, piece, self._donors) if d.name not in failed]
         return min(left, key=self._load, default=None)
 
-    def _load(self, donor: Donor) -> tuple[bool, int]:
-        return self._rest_s(donor) > 0, self._asked[donor.name] + self._failures[donor.name]
+    def _load(self, donor: Donor) -> int:
+        in_round = IN_ROUND_PIECES if self._rest_s(donor) > 0 else 0
+        return self._asked[donor.name] + self._failures[donor.name] + in_round
 
     def _note_failure(self, entry: Entry, donor: Donor, error: Exception, failed: set[str]) -> None:
         if donor.name not in failed:  # once for an entry, however many of its pieces were asked for

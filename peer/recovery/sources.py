@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from atoll.coordinator.rpc.client import CoordinatorClient
-from atoll.coordinator.rpc.client_errors import CoordinatorError, NotThere
+from atoll.coordinator.rpc.client_errors import Busy, CoordinatorError, NotThere
 from atoll.dht.refusals import RefusalCode
 from atoll.dht.roster import PeerRecord
 from atoll.dht.tasks import together
@@ -44,7 +44,8 @@ FETCH_ERRORS = (TransportError, CoordinatorError, LogError, StateError, UpdateEr
 """Errors that a source causes if it fails or lies; another one may do better."""
 
 ASK_AGAIN_S = 0.5  # a donor that is in a round: a question is a round trip, a round up to minutes
-GIVES_WAY_S = 10.0  # to rounds of one donor, after which it is asked beside them until it answers
+PEER_PATIENCE_S = 10.0  # with the rounds of a donor, after which it is asked beside them
+COORDINATOR_PATIENCE_S = 60.0  # with its other readers, who have peers to ask as well
 ASKED_AT_ONCE = 32  # peers that a recovery asks at once, however many there are
 
 
@@ -148,14 +149,46 @@ class RosterSources:
         )
 
 
+class GivingWay:
+    """The patience of a reader that gives way to what its donor has to send otherwise.
+
+    Where a link is slow, a round takes most of the time between two, and a reader that had the rest
+    alone would fall behind.
+    """
+
+    def __init__(self, patience_s: float) -> None:
+        """A donor that has given nothing for `patience_s` is asked without giving way."""
+        self._patience_s = patience_s
+        self._since_s: float | None = None
+        """since when it has given nothing"""
+
+    @contextmanager
+    def asking(self, donor: str, wanted: bool = True) -> Iterator[bool]:
+        """Yield whether a request gives way, if that is `wanted`.
+
+        Raises:
+            GaveWay: the donor has refused it therefore.
+        """
+        now_s, since_s = asyncio.get_running_loop().time(), self._since_s
+        gives_way = wanted and (since_s is None or now_s < since_s + self._patience_s)
+        try:
+            yield gives_way
+        except (Refused, Busy) as error:
+            is_busy = isinstance(error, Busy) or error.code == RefusalCode.BUSY
+            if not gives_way or not is_busy:
+                raise
+            self._since_s = now_s if since_s is None else since_s
+            raise GaveWay(str(error), peer=donor) from None
+        self._since_s = None
+
+
 class PeerSource:
     """A peer of the roster."""
 
     def __init__(self, ctx: Asking, peer: str) -> None:
         self._ctx = ctx
         self._peer = peer
-        self._gave_way_at: float | None = None
-        """since when it has given nothing because of rounds"""
+        self._giving_way = GivingWay(PEER_PATIENCE_S)
 
     @property
     def name(self) -> str:
@@ -178,7 +211,7 @@ class PeerSource:
         self, position: int, start: int, into: memoryview, *, gives_way: bool = False
     ) -> None:
         """Fetch bytes of an entry's body."""
-        with self._giving_way(gives_way) as gives_way:
+        with self._giving_way.asking(self._peer, gives_way) as gives_way:
             await fetch_body(self._ctx, self._peer, position, start, into, gives_way=gives_way)
 
     async def leaf_digests(self, position: int, count: int) -> list[bytes]:
@@ -189,29 +222,11 @@ class PeerSource:
         self, position: int, indices: Sequence[int]
     ) -> AsyncGenerator[tuple[int, bytes]]:
         """Fetch leaves of a snapshot."""
-        with self._giving_way(True) as gives_way:
+        with self._giving_way.asking(self._peer) as gives_way:
             leaves = fetch_leaves(self._ctx, self._peer, position, indices, gives_way=gives_way)
             async with aclosing(leaves):
                 async for index, leaf in leaves:
                     yield index, leaf
-
-    @contextmanager
-    def _giving_way(self, wanted: bool) -> Iterator[bool]:
-        """Yield whether a request gives way to rounds of this peer, which it does not for long.
-
-        Where a link is slow, a round takes most of the time between two, and a reader that had the
-        rest alone would fall behind.
-        """
-        now_s, since_s = asyncio.get_running_loop().time(), self._gave_way_at
-        gives_way = wanted and (since_s is None or now_s < since_s + GIVES_WAY_S)
-        try:
-            yield gives_way
-        except Refused as error:
-            if not gives_way or error.code != RefusalCode.BUSY:
-                raise
-            self._gave_way_at = now_s if since_s is None else since_s
-            raise GaveWay(str(error), peer=self._peer) from None
-        self._gave_way_at = None
 
 
 class CoordinatorSource:
@@ -224,6 +239,7 @@ class CoordinatorSource:
     ) -> None:
         """`epoch_record` is what the coordinator gave when this peer joined or was in touch."""
         self._client = client
+        self._giving_way = GivingWay(COORDINATOR_PATIENCE_S)
         self._snapshot_every = snapshot_every
         self.epoch_record = epoch_record
         self.epoch = 0
@@ -271,13 +287,21 @@ class CoordinatorSource:
     async def body(
         self, position: int, start: int, into: memoryview, *, gives_way: bool = False
     ) -> None:
-        """Fetch bytes of an entry's body; it is in no round."""
-        await self._client.fetch_body(position, start, into)
+        """Fetch bytes of an entry's body."""
+        with self._giving_way.asking(self.name, gives_way) as gives_way:
+            await self._client.fetch_body(position, start, into, gives_way=gives_way)
 
     async def leaf_digests(self, position: int, count: int) -> list[bytes]:
         """Fetch the digests of a snapshot's leaves."""
         return list((await self._client.fetch_snapshot(position)).leaf_digests)
 
-    def leaves(self, position: int, indices: Sequence[int]) -> AsyncIterator[tuple[int, bytes]]:
+    async def leaves(
+        self, position: int, indices: Sequence[int]
+    ) -> AsyncGenerator[tuple[int, bytes]]:
         """Fetch leaves of a snapshot."""
-        return self._client.fetch_leaves(position, indices[0], len(indices))
+        first, count = indices[0], len(indices)
+        with self._giving_way.asking(self.name) as gives_way:
+            leaves = self._client.fetch_leaves(position, first, count, gives_way=gives_way)
+            async with aclosing(leaves):
+                async for index, leaf in leaves:
+                    yield index, leaf

@@ -463,7 +463,7 @@ class Rounds:
         """Return whether training here waits for a round whose bytes are on the way."""
         if self._ctx.replay.method.hidden_steps(1):
             return False  # it goes on meanwhile, and rounds may follow each other without a pause
-        return any(flight.phase is not RoundPhase.WAIT for flight, _ in self._flights.values())
+        return any(flight.phase is RoundPhase.REDUCE for flight, _ in self._flights.values())
 
     def _serve_vote(self, method: str) -> Callable[[str, bytes], Awaitable[bytes]]:
         async def answer(remote: str, body: bytes) -> bytes:

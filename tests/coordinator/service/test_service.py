@@ -34,11 +34,14 @@ from atoll.coordinator.run.invite import Invite
 from atoll.coordinator.run.keys import KEYS_FILE, RunKeys
 from atoll.coordinator.run.spec import RunSpec
 from atoll.coordinator.run.status import Event, RoundReport
+from atoll.coordinator.service import service
 from atoll.coordinator.service.server import WrongDirectory
 from atoll.coordinator.service.service import MAX_RECEIVED_BYTES, Service, _receive
 from atoll.dht import Identity
 from atoll.optim.log.entry import Certificate, Entry, SignedEpoch, verify_key
 from atoll.optim.state.outer_state import Assembly
+from atoll.peer.recovery.errors import GaveWay
+from atoll.peer.recovery.sources import CoordinatorSource
 from support.logs import flip
 
 PUBLISH = next(method for method in METHODS if method.name == "Publish")
@@ -301,6 +304,36 @@ def test_a_joiner_fetches_the_genesis_and_newer_snapshots(kit: Any, tmp_path: Pa
                 await two.fetch_snapshot(1)
             with pytest.raises(NotThere):
                 [_ async for _ in two.fetch_leaves(99)]
+
+    kit.run(main())
+
+
+def test_few_newcomers_read_from_the_coordinator_at_once(
+    kit: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def main() -> None:
+        async with kit.net(tmp_path / "run") as net:
+            one, two, _ = await net.started()
+            entry, body = net.swarm.entry(net.run_id, net.up.coordinator.log.head())
+            await net.publish(one, entry, body)
+            into = memoryview(bytearray(len(body)))
+            monkeypatch.setattr(service, "MAX_GIVING_WAY", 1)
+            for _ in range(2):  # a place is given back
+                assert [i async for i, _ in two.fetch_leaves(0, 1, 1, gives_way=True)] == [1]
+                await two.fetch_body(0, 0, into, gives_way=True)
+            assert into == body
+            monkeypatch.setattr(service, "MAX_GIVING_WAY", 0)
+            with pytest.raises(Busy):
+                await anext(two.fetch_leaves(0, 1, 1, gives_way=True))
+            with pytest.raises(Busy):
+                await two.fetch_body(0, 0, into, gives_way=True)
+            source = CoordinatorSource(two, b"", snapshot_every=2)
+            with pytest.raises(GaveWay):
+                await source.body(0, 0, into, gives_way=True)
+            with pytest.raises(GaveWay):
+                await anext(source.leaves(0, [1]))
+            await source.body(0, 0, into)  # it has nobody else
+            assert [i async for i, _ in two.fetch_leaves(0, 1, 1)] == [1]
 
     kit.run(main())
 

@@ -165,11 +165,23 @@ def test_a_newcomer_takes_bodies_from_those_that_are_in_no_round():
         idle = SlowSource(name="idle", sizes=sizes)
         donors = [donor(busy), donor(idle)]
         _, took_s = await take_all([entry(0, *sizes)], donors, failures, gives_way=gives_way)
-        assert took_s == pytest.approx(2 * FETCH_S, abs=0.01) and not failures
+        assert took_s <= 6 * FETCH_S and not failures
         return len(busy.asked), len(idle.asked)
 
     assert run_virtual(main(gives_way=True)) == (0, 2 * STREAMS)
     assert run_virtual(main(gives_way=False)) == (STREAMS, STREAMS)
+
+
+def test_one_slow_donor_does_not_hold_all_that_others_would_give_after_their_round():
+    async def main():
+        sizes, failures = (PIECE_BYTES,) * (2 * STREAMS), []
+        fast = [SlowSource(name=name, sizes=sizes, in_round_s=3.0) for name in "ab"]
+        slow = SlowSource(name="slow", sizes=sizes, took_s=20.0)
+        donors = [donor(source) for source in (*fast, slow)]
+        await take_all([entry(0, *sizes)], donors, failures, gives_way=True)
+        return len(slow.asked)
+
+    assert run_virtual(main()) <= 4
 
 
 def test_a_newcomer_asks_again_soon_where_all_are_in_a_round():

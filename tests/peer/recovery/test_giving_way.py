@@ -6,7 +6,7 @@ import pytest
 
 from atoll.dht.tasks import end
 from atoll.peer.recovery.errors import GaveWay
-from atoll.peer.recovery.sources import GIVES_WAY_S, PeerSource
+from atoll.peer.recovery.sources import PEER_PATIENCE_S, PeerSource
 from support.strikes import passed
 from support.swarm import run_swarm
 
@@ -79,7 +79,7 @@ def test_a_round_that_does_not_end_is_given_way_to_for_a_while(tmp_path):
 
         for _ in range(2):  # and then it gives way again
             leaves, took_s = await wait_for_a_leaf()
-            assert leaves == [0] and took_s == pytest.approx(GIVES_WAY_S, abs=1.0)
+            assert leaves == [0] and took_s == pytest.approx(PEER_PATIENCE_S, abs=1.0)
 
     run_swarm(tmp_path, scenario)
 
@@ -103,7 +103,7 @@ def test_a_newcomer_draws_level_beside_rounds_that_follow_each_other_quickly(tmp
         for peer in peers:
             peer.rounds.archive._is_awaited = lambda: True
         newcomer = swarm.add(window_s=2.0)
-        async with asyncio.timeout(10 * GIVES_WAY_S):
+        async with asyncio.timeout(10 * PEER_PATIENCE_S):
             await newcomer.start()
         assert newcomer.recovered is not None and newcomer.replica.is_current
 

@@ -376,6 +376,8 @@ class Context(PeerContext):
 
     promises: Promises = field(default_factory=Promises)
     """which peers groups wait for"""
+    arrivals: Promises = field(default_factory=Promises)
+    """which peers that lack entries a group of one waits for"""
     failed: FailedLeaders = field(default_factory=FailedLeaders)
     """leaders that this peer passes over"""
     omissions: Omissions = field(default_factory=Omissions)

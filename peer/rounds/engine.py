@@ -153,6 +153,8 @@ class Rounds:
         self._grouped = asyncio.Event()
         """set when a flight has joined a group"""
         self._catching_up: asyncio.Task[None] | None = None
+        self._looks_again = False
+        """whether word of an entry came since that began: its donors may have answered before"""
         self._stats = RoundsStatistics()
         ctx.replica.listeners.append(self._settle)
         ctx.spread = self._spread
@@ -292,9 +294,17 @@ class Rounds:
             await asyncio.wait({self._catching_up})
 
     def kick_catch_up(self) -> None:
-        """Look for missing entries, unless that is under way."""
+        """Look for missing entries; if that is under way, once more afterwards."""
         if self._catching_up is None or self._catching_up.done():
-            self._catching_up = self._tasks.spawn(self._catch_up())
+            self._catching_up = self._tasks.spawn(self._look_for_entries())
+        else:
+            self._looks_again = True
+
+    async def _look_for_entries(self) -> None:
+        self._looks_again = False
+        await self._catch_up()
+        if self._looks_again:
+            self._catching_up = self._tasks.spawn(self._look_for_entries())
 
     async def _reach(self, position: int) -> None:
         """Wait a moment until this peer stands at a position; look for missing entries."""
@@ -339,6 +349,7 @@ class Rounds:
         pending = self._pending.pop(entry.fragment, None)
         self._note_leader(entry, term_of(applied.attempt), pending)
         self._ctx.promises.kept(member.peer_id for member in entry.members)
+        self._ctx.arrivals.kept(member.peer_id for member in entry.members)
         included = entry.included_cells(self._ctx.me.peer_id, self._ctx.me.incarnation)
         if pending is not None and pending.exchange is None:
             included = None  # what it names was withdrawn: this one has been in no group yet

@@ -97,6 +97,7 @@ from atoll.peer.rounds.messages import (
 )
 from atoll.peer.rounds.policies import agreed_silent
 
+CATCHES_UP = 4  # entries that a trainer may lack and be waited for by a peer that is ready alone
 MAX_PROBED = 64  # trainers that are asked again in one probe; admitted keys may be many
 LEAVE_STALLS = 2  # a decision that goes from peer to peer takes a second among a thousand
 
@@ -159,6 +160,8 @@ class Leadership:
         self._delivery: Delivery | None = None
         self._promised: dict[str, float] = {}
         """by peer that was asked: when it expects to be ready; infinite if it does not say"""
+        self._behind: set[str] = set()
+        """trainers that lacked more than the last entry when they were asked"""
         self._silent: frozenset[str] = frozenset()
         """electors that this entry may drop"""
         self._overdue: set[str] = set()
@@ -472,7 +475,7 @@ class Leadership:
         now = self.ctx.now()
         for peer, head in zip(asked, heads, strict=True):
             self._promised.pop(peer, None)  # those that were asked last come last
-            self._promised[peer] = now + self._comes_in_s(head)
+            self._promised[peer] = now + self._comes_in_s(peer, head)
         ready_at = dict.fromkeys(sorted(here), now)
         for peer in sorted(trainers - here):
             if self.ctx.conduct.barred(peer, now) is not None:
@@ -485,11 +488,26 @@ class Leadership:
             ready_at[me] = now + ready_in_s
         return ready_at
 
-    def _comes_in_s(self, head: Head | None) -> float:
+    def _comes_in_s(self, peer: str, head: Head | None) -> float:
         """Return when a peer expects to be ready; infinite if it takes no part here."""
-        least = self.ctx.replica.position - DECISION_UNDER_WAY
-        is_here = head is not None and head.role == "trainer" and head.position >= least
-        return head.ready_in_s if head is not None and is_here else math.inf
+        self._behind.discard(peer)
+        if head is None or head.role != "trainer":
+            return math.inf
+        lacks = self.ctx.replica.position - head.position
+        if lacks > DECISION_UNDER_WAY:
+            self._behind.add(peer)
+            if not self._may_catch_up(peer, lacks):
+                return math.inf
+        return head.ready_in_s
+
+    def _may_catch_up(self, peer: str, lacks: int) -> bool:
+        """Return whether the group waits for a trainer that lacks several entries.
+
+        A peer that is ready alone decides as fast as its processor can, and others with the same
+        processor take in entries no faster: they would stay behind for good.
+        """
+        is_one = self.round.state is RoundState.FORMING and len(self.round.live) <= 1
+        return is_one and lacks <= CATCHES_UP and self.ctx.arrivals.believes(peer)
 
     def _due_for_probe(self, trainers: Collection[str]) -> list[str]:
         """Return those to ask now: electors, those never asked, and some of the others in turn."""
@@ -560,7 +578,9 @@ class Leadership:
             self.ctx, action.group, uplinks_mbit_s=action.uplinks_mbit_s, send=self._send_group
         )
         for peer in sorted(action.broke - {self.ctx.me.peer_id}):
-            if self.ctx.promises.broke(peer):
+            if peer in self._behind:
+                self.ctx.arrivals.broke(peer)
+            elif self.ctx.promises.broke(peer):
                 self.ctx.on_event("warning", notices.broke_promise(peer=peer))
         await self._delivery.begin()
         self._tasks.spawn(self._delivery.run())

@@ -75,6 +75,30 @@ def test_a_peer_waits_for_a_group_until_it_is_in_one(tmp_path):
     assert (False, True, True) not in seen
 
 
+def test_entries_are_looked_for_once_more_if_word_of_one_comes_meanwhile(tmp_path):
+    """The donors may have answered before it was decided; nobody sends it again."""
+
+    async def scenario(swarm):
+        (peer,) = await swarm.start(1)
+        begun, go_on = [], asyncio.Event()
+
+        async def catch_up():
+            begun.append(swarm.now())
+            await go_on.wait()
+
+        peer.rounds._catch_up = catch_up
+        peer.rounds.kick_catch_up()
+        await asyncio.sleep(1.0)
+        peer.rounds.kick_catch_up()
+        peer.rounds.kick_catch_up()
+        assert len(begun) == 1
+        go_on.set()
+        await asyncio.sleep(1.0)
+        assert len(begun) == 2
+
+    run(tmp_path, scenario)
+
+
 @pytest.mark.exhaustive  # with a fault: test_strikes.py
 def test_eight_peers_commit_and_hold_the_same_bits(tmp_path):
     async def scenario(swarm):

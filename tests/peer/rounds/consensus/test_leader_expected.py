@@ -6,7 +6,8 @@ import pytest
 
 from atoll.dht.testing.memory import run_virtual
 from atoll.peer.rounds.conduct import MAX_FAULTS, Fault
-from support.swarm import SETTINGS, Swarm, run_swarm
+from atoll.peer.rounds.consensus.leader import CATCHES_UP
+from support.swarm import SETTINGS, Swarm, run_swarm, signed_epoch
 
 POSITIONS = 4
 
@@ -102,3 +103,52 @@ def test_a_lone_fast_peer_does_not_spend_the_rounds_of_the_run(tmp_path, slower)
 
     # A wait that was too short is longer at one of the next positions.
     assert members.count(2) >= 3
+
+
+def applies_slowly(peer, seconds):
+    """Let a peer take its time over each entry: `seconds` has the next ones, the last stays."""
+    accept, processor = peer.replica._accept, asyncio.Lock()
+
+    async def slow(*arguments, **options):
+        async with processor:
+            await asyncio.sleep(seconds.pop(0) if len(seconds) > 1 else seconds[0])
+            return await accept(*arguments, **options)
+
+    peer.replica._accept = slow
+
+
+async def begin_behind(swarm, seconds):
+    """Begin with two peers, one of which applies slowly and has no vote."""
+    quick, slow = swarm.add(window_s=1.0), swarm.add(window_s=1.0)
+    record = signed_epoch(1, 0, swarm.chain, [quick.ctx.me])
+    for peer in (quick, slow):
+        await peer.start(record)
+    applies_slowly(slow, seconds)
+    return quick, slow
+
+
+def test_a_peer_alone_lets_one_catch_up_that_takes_as_long_over_an_entry_as_a_round(tmp_path):
+    """It stood still for a while, and would stay as far behind as it was then."""
+
+    async def scenario(swarm):
+        quick, _ = await begin_behind(swarm, [30.0, 1.0])
+        await swarm.until(lambda: quick.replica.position >= 20)
+        return [len(s.applied.entry.members) for s in quick.settled]
+
+    members = run_swarm(tmp_path, scenario)
+    assert 1 in members[:5]
+    assert members[5:20] == [2] * 15
+
+
+def test_a_peer_alone_waits_three_times_for_one_that_does_not_catch_up(tmp_path):
+    async def scenario(swarm):
+        quick, slow = await begin_behind(swarm, [14.0])
+        name = slow.identity.peer_id
+        await swarm.until(lambda: not quick.ctx.arrivals.believes(name), timeout_s=100.0)
+        lacks = quick.replica.position - slow.replica.position
+        assert lacks <= CATCHES_UP, "expected one for which groups would wait otherwise"
+        at, began_s = quick.replica.position, swarm.now()
+        await swarm.until(lambda: quick.replica.position >= at + 3)
+        assert swarm.now() - began_s < 3 * (1.0 + SETTINGS.grace_s)
+
+    run_swarm(tmp_path, scenario)

@@ -161,7 +161,9 @@ class Leadership:
         self._promised: dict[str, float] = {}
         """by peer that was asked: when it expects to be ready; infinite if it does not say"""
         self._behind: set[str] = set()
-        """trainers that lacked more than the last entry when they were asked"""
+        """trainers that lacked several entries when they were asked last, and may catch up"""
+        self._arriving: set[str] = set()
+        """those that were among them at any time, whose promises here were about that too"""
         self._silent: frozenset[str] = frozenset()
         """electors that this entry may drop"""
         self._overdue: set[str] = set()
@@ -405,7 +407,8 @@ class Leadership:
 
     async def _probe(self) -> None:
         while True:
-            self._take(Probed(ready_at=await self._ask_trainers()))
+            ready_at = await self._ask_trainers()
+            self._take(Probed(ready_at=ready_at, behind=frozenset(self._behind)))
             await asyncio.sleep(PROBE_S)
 
     async def _probe_electors(self) -> None:
@@ -495,9 +498,10 @@ class Leadership:
             return math.inf
         lacks = self.ctx.replica.position - head.position
         if lacks > DECISION_UNDER_WAY:
-            self._behind.add(peer)
             if not self._may_catch_up(peer, lacks):
                 return math.inf
+            self._behind.add(peer)
+            self._arriving.add(peer)
         return head.ready_in_s
 
     def _may_catch_up(self, peer: str, lacks: int) -> bool:
@@ -506,7 +510,7 @@ class Leadership:
         A peer that is ready alone decides as fast as its processor can, and others with the same
         processor take in entries no faster: they would stay behind for good.
         """
-        is_one = self.round.state is RoundState.FORMING and len(self.round.live) <= 1
+        is_one = len(self.round.live) <= 1
         return is_one and lacks <= CATCHES_UP and self.ctx.arrivals.believes(peer)
 
     def _due_for_probe(self, trainers: Collection[str]) -> list[str]:
@@ -578,7 +582,7 @@ class Leadership:
             self.ctx, action.group, uplinks_mbit_s=action.uplinks_mbit_s, send=self._send_group
         )
         for peer in sorted(action.broke - {self.ctx.me.peer_id}):
-            if peer in self._behind:
+            if peer in self._arriving:
                 self.ctx.arrivals.broke(peer)
             elif self.ctx.promises.broke(peer):
                 self.ctx.on_event("warning", notices.broke_promise(peer=peer))

@@ -144,6 +144,8 @@ class Round:
         """peers that the group was closed without, and why"""
         self.expected: Mapping[str, float] | None = None
         """by peer, when it expects to be ready; None before all were asked once"""
+        self._behind: frozenset[str] = frozenset()
+        """those of them for which only a group of one waits"""
         self._promised: dict[str, float] = {}
         """by peer, the earliest time at which it said that it would be ready"""
         self._silent: frozenset[str] = frozenset()
@@ -220,7 +222,7 @@ class Round:
             case Left():
                 return self._take_end(event.peer)
             case Probed():
-                self.expected = event.ready_at
+                self.expected, self._behind = event.ready_at, event.behind
                 for peer, at in event.ready_at.items():
                     self._promised[peer] = min(at, self._promised.get(peer, at))
             case ElectorsProbed():
@@ -410,10 +412,10 @@ class Round:
 
     def _has_quorum(self, view: LeaderView) -> bool:
         """Return whether a quorum of the electors is ready, or with keepers, of the trainers."""
-        if self._rules.electors == "keepers":
-            trainers = self.expected or {}
-            return 2 * len(trainers.keys() & set(self.live)) > len(trainers) > 0
         live, electorate = set(self.live), self.electorate(view)
+        if self._rules.electors == "keepers":
+            trainers = set(self.expected or ()) - (self._behind - live)
+            return 2 * len(trainers & live) > len(trainers) > 0
         return is_quorum(
             [i for i, e in enumerate(electorate) if e.peer_id in live], len(electorate)
         )
@@ -425,7 +427,9 @@ class Round:
         if self.expected is None or not live:
             return []
         electors = {elector.peer_id for elector in self.electorate(view)}
-        expected = {p: at for p, at in self.expected.items() if p not in view.evicted}
+        late = self._behind if len(live) > 1 else ()  # the last probe may be older than a report
+        awaited = [p for p in self.expected if p not in view.evicted and p not in late]
+        expected = {p: self.expected[p] for p in awaited}
         rendezvous = Rendezvous(
             ready=live,
             expected=expected,

@@ -79,6 +79,8 @@ class Probed:
     """All who may come were asked: when each expects to be ready, on the leader's clock."""
 
     ready_at: Mapping[str, float]
+    behind: frozenset[str] = frozenset()
+    """those of them that lack several entries: only a group of one waits for them"""
 
 
 @dataclass(frozen=True, kw_only=True)

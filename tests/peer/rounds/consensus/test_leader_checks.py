@@ -119,6 +119,32 @@ def closed(weights):
     return one, made
 
 
+def closes(one, **options):
+    return any(isinstance(action, CloseGroup) for action in one.advance(view(0.0, **options)))
+
+
+def test_two_that_are_ready_wait_for_nobody_that_lacks_several_entries():
+    """One was ready when all were asked; each round waited for the next time."""
+    one, _ = begun()
+    at = dict.fromkeys(("p0", "p1", "p2"), 0.0)
+    one.receive(Reported(peer="p0", ready=ready("p0")))
+    one.receive(Probed(ready_at=at, behind=frozenset({"p2"})))
+    assert not closes(one)
+    one.receive(Reported(peer="p1", ready=ready("p1")))
+    assert closes(one)
+
+
+def test_trainers_that_lack_several_entries_are_no_part_of_a_quorum(monkeypatch):
+    one, _ = begun()
+    monkeypatch.setattr(one, "_rules", replace(one._rules, electors="keepers"))
+    at = dict.fromkeys(("p0", "p1", "p2", "p3"), 0.0)
+    one.receive(Reported(peer="p0", ready=ready("p0")))
+    one.receive(Probed(ready_at=at, behind=frozenset({"p2", "p3"})))
+    assert not one._has_quorum(view(0.0))
+    one.receive(Reported(peer="p2", ready=ready("p2")))
+    assert one._has_quorum(view(0.0)), "of three, as one of those that were behind is here"
+
+
 def done(**changes):
     fields = {"part": 0, "generation": 0, "wire_bytes": LONGEST, "digest": sha256(b"part")}
     return PartDone(**(fields | {"partial": ()} | changes))

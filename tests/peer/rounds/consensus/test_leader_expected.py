@@ -140,6 +140,26 @@ def test_a_peer_alone_lets_one_catch_up_that_takes_as_long_over_an_entry_as_a_ro
     assert members[5:20] == [2] * 15
 
 
+def test_what_a_peer_promises_on_its_way_here_costs_it_no_trust_once_it_is_here(tmp_path):
+    """Its window was over, the entries that it lacks ended it, and the next one takes a while."""
+
+    async def scenario(swarm):
+        quick, late = await begin_behind(swarm, [1.0])
+        head, name = late.rounds.head, late.identity.peer_id
+
+        def arriving(known):
+            is_behind = swarm.now() - quick.replica.moved_at < 4.0
+            at = quick.replica.position - 2 * is_behind
+            return head(known).model_copy(update={"position": max(0, at), "ready_in_s": 0.0})
+
+        late.rounds.head = arriving
+        late.rounds.offer = lambda window: None
+        await swarm.until(lambda: not quick.ctx.arrivals.believes(name), timeout_s=200.0)
+        assert quick.ctx.promises.believes(name)
+
+    run_swarm(tmp_path, scenario)
+
+
 def test_a_peer_alone_waits_three_times_for_one_that_does_not_catch_up(tmp_path):
     async def scenario(swarm):
         quick, slow = await begin_behind(swarm, [14.0])

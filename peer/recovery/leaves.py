@@ -61,9 +61,9 @@ class Leaves:
             NoDonor: they did not give all of it.
         """
         assembly = await self._assembly(position, root, holders)
-        work = _Work(position=position, assembly=assembly, used=used)
+        transfer = _Transfer(position=position, assembly=assembly, used=used)
         asked = [source for source in (*holders, *beside) for _ in range(REQUESTS_A_DONOR)]
-        await together(*(self._drain(source, work) for source in asked))
+        await together(*(self._drain(source, transfer) for source in asked))
         if assembly.missing:
             raise NoDonor(f"{len(assembly.missing)} leaves of snapshot {position} are missing")
         try:
@@ -89,47 +89,44 @@ class Leaves:
                 )
         raise NoDonor(f"no peer has the digests of snapshot {position}")
 
-    async def _drain(self, source: Source, work: _Work) -> None:
+    async def _drain(self, source: Source, transfer: _Transfer) -> None:
         """Take ranges of leaves from one donor until all have come or the donor fails.
 
         A range that another donor has taken may be given back: that one fails or is in a round.
         """
-        assembly = work.assembly
-        while not work.is_done.is_set():
-            if not work.queue:
-                await work.rest()
-                if source.name in work.failed:
-                    return
+        assembly = transfer.assembly
+        while assembly.missing and source.name not in transfer.failed:
+            if not transfer.queue:
+                await transfer.rest()
                 continue
-            indices = work.queue.pop()
+            indices = transfer.queue.pop()
             try:
-                await self._take(source, indices, work)
+                await self._take(source, indices, transfer)
             except GaveWay:
-                work.give_back(indices)
-                await work.rest()
+                transfer.give_back(indices)
+                await transfer.rest()
             except FETCH_ERRORS as error:
-                work.give_back(indices)
-                work.failed.add(source.name)
+                transfer.give_back(indices)
+                transfer.failed.add(source.name)
                 failed = notices.snapshot_failed(
-                    snapshot=work.position, donor=source.name, reason=str(error)
+                    snapshot=transfer.position, donor=source.name, reason=str(error)
                 )
                 self._on_event("warning", failed)
-                return
             finally:
                 if not assembly.missing:
-                    work.is_done.set()
+                    transfer.is_done.set()
 
-    async def _take(self, source: Source, indices: list[int], work: _Work) -> None:
-        assembly = work.assembly
-        async for index, leaf in source.leaves(work.position, indices):
+    async def _take(self, source: Source, indices: list[int], transfer: _Transfer) -> None:
+        assembly = transfer.assembly
+        async for index, leaf in source.leaves(transfer.position, indices):
             await self._replica.compute(assembly.add, index, leaf)
-            work.used.add(source.name)
+            transfer.used.add(source.name)
             self._on_progress("snapshot", len(assembly.missing))
         if lacking := assembly.missing.intersection(indices):
             raise StateError(f"expected {len(indices)} leaves, {len(lacking)} of them did not come")
 
 
-class _Work:
+class _Transfer:
     """A snapshot on its way."""
 
     def __init__(self, *, position: int, assembly: Assembly, used: set[str]) -> None:

@@ -134,7 +134,8 @@ class Relocations:
 
     async def look(self, *, asks: bool = False) -> None:
         """Call the peers that are due, and with `asks` some others."""
-        found = {peer: record.addresses for peer, record in (await self._peers()).items()}
+        seen = await self._peers()
+        found: dict[str, Sequence[str]] = {p: record.addresses for p, record in seen.items()}
         if asks:
             found = _by_peer(self._known()) | found
         others = sorted(found.keys() - {self._transport.peer_id})

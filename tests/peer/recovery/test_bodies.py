@@ -172,7 +172,7 @@ def test_a_newcomer_takes_bodies_from_those_that_are_in_no_round():
     assert run_virtual(main(gives_way=False)) == (STREAMS, STREAMS)
 
 
-def test_one_slow_donor_does_not_hold_all_that_others_would_give_after_their_round():
+def test_one_slow_donor_is_not_asked_for_all_beside_a_round():
     async def main():
         sizes, failures = (PIECE_BYTES,) * (2 * STREAMS), []
         fast = [SlowSource(name=name, sizes=sizes, in_round_s=3.0) for name in "ab"]

@@ -134,7 +134,7 @@ def test_the_coordinator_gives_leaves_as_well(joiner):
     assert joiner.stands_right()
 
 
-def test_a_coordinator_that_gives_fewer_leaves_than_it_was_asked_for_is_passed_over(joiner):
+def test_a_coordinator_that_gives_too_few_leaves_is_passed_over(joiner):
     class Short(GivingCoordinator):
         async def leaves(self, position, indices):
             asked.append(position)

@@ -27,7 +27,7 @@ async def body_from(ctx, peer, position, num_bytes):
     return body
 
 
-def test_a_reader_in_no_hurry_gets_nothing_while_training_waits_for_a_round(tmp_path):
+def test_who_gives_way_gets_nothing_while_training_waits_for_a_round(tmp_path):
     async def scenario(swarm):
         peers = await swarm.start(3, window_s=1.0)
         await swarm.until(lambda: passed(peers, 4))
@@ -53,9 +53,7 @@ def test_a_reader_in_no_hurry_gets_nothing_while_training_waits_for_a_round(tmp_
     run_swarm(tmp_path, scenario)
 
 
-def test_a_body_over_a_link_with_a_cap_comes_whole_if_a_round_begins_meanwhile(
-    tmp_path, monkeypatch
-):
+def test_over_a_cap_a_body_comes_whole_if_a_round_begins_meanwhile(tmp_path, monkeypatch):
     async def scenario(swarm):
         peers = await swarm.start(3, window_s=1.0)
         await swarm.until(lambda: passed(peers, 4))

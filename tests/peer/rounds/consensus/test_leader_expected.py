@@ -127,7 +127,7 @@ async def begin_behind(swarm, seconds):
     return quick, slow
 
 
-def test_a_peer_alone_lets_one_catch_up_that_takes_as_long_over_an_entry_as_a_round(tmp_path):
+def test_a_peer_alone_lets_one_as_slow_as_its_rounds_catch_up(tmp_path):
     """It stood still for a while, and would stay as far behind as it was then."""
 
     async def scenario(swarm):
@@ -140,7 +140,7 @@ def test_a_peer_alone_lets_one_catch_up_that_takes_as_long_over_an_entry_as_a_ro
     assert members[5:20] == [2] * 15
 
 
-def test_what_a_peer_promises_on_its_way_here_costs_it_no_trust_once_it_is_here(tmp_path):
+def test_promises_made_on_the_way_cost_a_peer_no_trust_here(tmp_path):
     """Its window was over, the entries that it lacks ended it, and the next one takes a while."""
 
     async def scenario(swarm):

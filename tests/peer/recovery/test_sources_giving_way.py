@@ -96,7 +96,7 @@ def test_a_newcomer_reads_while_donors_wait_for_a_slower_peer(tmp_path):
     run_swarm(tmp_path, scenario)
 
 
-def test_a_newcomer_draws_level_beside_rounds_that_follow_each_other_quickly(tmp_path):
+def test_a_newcomer_draws_level_beside_quick_rounds(tmp_path):
     async def scenario(swarm):
         peers = await swarm.start(3, window_s=2.0)
         await swarm.until(lambda: passed(peers, 4))

@@ -341,7 +341,7 @@ class Service:
                 yield reply
             return
         log = self._run.log_of(request.module)
-        kinds: dict[str | None, Callable[[KeptLog, Any], AsyncIterator[pb.FetchReply]]] = {
+        kinds: dict[str | None, Callable[[KeptLog, Any], AsyncGenerator[pb.FetchReply]]] = {
             "entries": self._entries,
             "body": self._body,
             "snapshot": self._snapshot,
@@ -352,10 +352,11 @@ class Service:
                 RefusalStatus.INVALID_ARGUMENT,
                 "expected entries, body, snapshot, leaves or tokenizer",
             )
-        async for reply in kinds[what](log, getattr(request, what or "")):
-            yield reply
+        async with contextlib.aclosing(kinds[what](log, getattr(request, what or ""))) as replies:
+            async for reply in replies:
+                yield reply
 
-    async def _entries(self, log: KeptLog, request: pb.EntryRange) -> AsyncIterator[pb.FetchReply]:
+    async def _entries(self, log: KeptLog, request: pb.EntryRange) -> AsyncGenerator[pb.FetchReply]:
         store = log.replica.store
         start, stop = request.start, request.start + min(request.count, MAX_ENTRIES)
         while start < stop:
@@ -376,7 +377,7 @@ class Service:
                 yield pb.FetchReply(header=header)
             start = records[-1].position + 1
 
-    async def _body(self, log: KeptLog, request: pb.BodyRange) -> AsyncIterator[pb.FetchReply]:
+    async def _body(self, log: KeptLog, request: pb.BodyRange) -> AsyncGenerator[pb.FetchReply]:
         chunks = checked_body(log.replica.store, request.position, request.start, request.stop)
         with self._spare_place(request.gives_way):
             async for chunk in _in_thread(chunks):
@@ -384,7 +385,7 @@ class Service:
 
     async def _snapshot(
         self, log: KeptLog, request: pb.SnapshotRequest
-    ) -> AsyncIterator[pb.FetchReply]:
+    ) -> AsyncGenerator[pb.FetchReply]:
         store = log.replica.store
         info = await asyncio.to_thread(_find_snapshot, store, request)
         first_body = await asyncio.to_thread(store.first_with_bodies)
@@ -400,7 +401,7 @@ class Service:
             )
         )
 
-    async def _leaves(self, log: KeptLog, request: pb.LeafRange) -> AsyncIterator[pb.FetchReply]:
+    async def _leaves(self, log: KeptLog, request: pb.LeafRange) -> AsyncGenerator[pb.FetchReply]:
         store = log.replica.store
         with self._spare_place(request.gives_way), store.lease(request.position):
             info = await asyncio.to_thread(store.snapshot, request.position)

@@ -5,8 +5,8 @@ RecoveryError (RuntimeError; atoll.optim.log.live_replica)
 +-- NoWay  donors answered, and have neither the updates nor a state that can be proved
 ChainMismatch (LogError; atoll.optim.log.entry)
 +-- OffTheLog  entries here are void
-TransportError (RuntimeError; atoll.dht.transport)
-+-- GaveWay     a donor needs its link for a round; ask again in a moment
+TransportError (atoll.dht.transport)
++-- GaveWay  a donor needs its link for a round; ask again in a moment
 """
 
 from atoll.dht.transport import TransportError

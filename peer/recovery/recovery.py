@@ -203,16 +203,16 @@ class Recovery:
             ahead = []
         return ahead or await self._ask_last()
 
-    async def _and_fallback(self, donors: Sequence[Donor]) -> list[Donor]:
-        """Return the donors and, at the end, the fallback if it answers; it is in no round."""
+    async def _helpers(self, donors: Sequence[Donor]) -> list[Donor]:
+        """Return the fallback, which is in no round, if it answers and is no donor already."""
         fallback = self._fallback
         if fallback is None or any(donor.source is fallback for donor in donors):
-            return [*donors]
+            return []
         with suppress(TimeoutError):
             async with asyncio.timeout(SLOW_STALLS * self._stall_s):
                 head = await self._ask(fallback)
-                return [*donors, *([Donor(source=fallback, head=head)] if head else [])]
-        return [*donors]
+                return [Donor(source=fallback, head=head)] if head is not None else []
+        return []
 
     async def _ask_last(self) -> list[Donor]:
         """Return the fallback if it has what this replica lacks."""
@@ -328,7 +328,7 @@ class Recovery:
             return False
         gives_way = restored and self._passes <= PASSES_GIVING_WAY
         if gives_way:
-            donors = await self._and_fallback(donors)
+            donors = [*donors, *await self._helpers(donors)]
         entries = [claim.entry for claim in claims]
         async with self._bodies(entries, donors, gives_way=gives_way) as bodies:
             for claim in claims:
@@ -460,10 +460,10 @@ class Recovery:
             start, here = min(opened.base_position, min(offered, default=0)), None
         async with Tasks() as tasks:
             vouching = tasks.spawn(self._signed_roots(offered))
-            helping = tasks.spawn(self._and_fallback(donors))
+            helping = tasks.spawn(self._helpers(donors))
             claims = await self._claims(donors[0], start, here)
             vouched = await self._vouched(await vouching, claims)
-            givers = await helping
+            helpers = await helping
         certified: dict[int, bytes] = await replica.compute(
             replica.certified_roots, claims, sorted(offered)
         )
@@ -472,13 +472,13 @@ class Recovery:
             roots = {p: root for p, root in roots.items() if self._leads_on(p, donors)}
         for position, root in sorted(roots.items(), reverse=True):
             holders, beside = (
-                [d.source for d in some if position in d.head.snapshots]
-                for some in (donors, givers[len(donors) :])
+                [donor.source for donor in some if position in donor.head.snapshots]
+                for some in (donors, helpers)
             )
             signed = None if position in certified else vouched[position]
             with suppress(NoDonor):
                 fetched = [await self._leaves.fetch(position, root, holders, used, beside=beside)]
-                await self._install(fetched, claims, givers, used, signed)
+                await self._install(fetched, claims, [*donors, *helpers], used, signed)
                 return position
         if not replica.is_ledger and self._leads_on(0, donors):
             claims = await self._claims(donors[0], 0, None)

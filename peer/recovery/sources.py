@@ -71,7 +71,7 @@ class Source(Protocol):
         """Fetch bytes of an entry's body, from `start` on as many as `into` holds.
 
         Raises:
-            GaveWay: it would beside a round of the donor, if this `gives_way`.
+            GaveWay: the donor is in a round, and this `gives_way`.
         """
         ...
 

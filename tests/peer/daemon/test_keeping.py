@@ -15,7 +15,7 @@ from atoll.peer.daemon.keeping import KeptBallots
 from atoll.peer.daemon.membership import Membership
 from atoll.peer.daemon.network import connect
 from atoll.peer.errors import WrongRole
-from atoll.peer.lab.own_keeper import keep_beside
+from atoll.peer.lab.own_keeper import LOG_FILE, keep_beside
 from atoll.peer.paths import PeerPaths
 from atoll.peer.rounds.consensus.ballots import NOWHERE, Place
 from atoll.peer.training.permission import Allowed
@@ -118,7 +118,12 @@ def test_keepers_hold_the_rounds_of_trainers(organise, kit, start):
 def test_the_coordinators_own_keeper_holds_the_rounds_of_a_trainer(organise, kit, start):
     organiser = organise(kit.tiny_spec(round={"electors": "keepers"}))
     trainer, said = start(organiser.invite, "one"), []
-    asyncio.run(asyncio.wait_for(keep_beside(organiser.up, said.append), DEADLINE_S))
+    try:
+        asyncio.run(asyncio.wait_for(keep_beside(organiser.up, said.append), DEADLINE_S))
+    except TimeoutError:
+        log = (organiser.up.state_dir / LOG_FILE).read_text()
+        told = "\n".join(event.text for event in organiser.status().events)
+        pytest.fail(f"the run does not end\n{told}\nthe keeper:\n{log[-4000:]}")
     assert said == [], "it ends by itself, with the run"
     assert trainer.join() is True
     status = organiser.status()

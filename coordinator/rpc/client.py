@@ -388,9 +388,12 @@ class CoordinatorClient(StatusClient):
             asked, is_there = min(stop - start, self.leaves_a_call), False
             what = pb.LeafRange(position=position, start=start, count=asked, gives_way=gives_way)
             request = pb.FetchRequest(auth=self._auth(), module=self.module, leaves=what)
+            expected = iter(range(start, start + asked))
             async with self.asking(asked * LEAF_BYTES) as came:
                 async for reply in self._stream_out("Fetch", request):
                     leaf = _expect(reply, "leaf")
+                    if leaf.index != next(expected, None):  # nor may it go on without an end
+                        raise BadReply(f"leaf {leaf.index} out of turn, from {start} of {asked}")
                     if len(leaf.data) > LEAF_BYTES:
                         raise BadReply(f"leaf {leaf.index}: expected at most {LEAF_BYTES} bytes")
                     is_there = True

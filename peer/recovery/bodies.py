@@ -88,7 +88,7 @@ class Bodies:
         self._failures = Counter[str]()
         """of late, by donor: entries of which it failed to give a piece"""
         self._in_round_until: dict[str, float] = {}
-        """by donor that gave nothing because of a round: when it is asked again"""
+        """by donor that a request gave way to: when it is asked again"""
 
     async def __aenter__(self) -> Self:
         """Begin without fetching anything."""

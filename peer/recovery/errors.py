@@ -6,7 +6,7 @@ RecoveryError (RuntimeError; atoll.optim.log.live_replica)
 ChainMismatch (LogError; atoll.optim.log.entry)
 +-- OffTheLog  entries here are void
 TransportError (atoll.dht.transport)
-+-- GaveWay  a donor needs its link for a round; ask again in a moment
++-- GaveWay  a donor gives nothing at the moment; ask again soon
 """
 
 from atoll.dht.transport import TransportError
@@ -27,4 +27,4 @@ class OffTheLog(ChainMismatch):
 
 
 class GaveWay(TransportError):
-    """A donor needs its link for a round, and gives the rest of what it has afterwards."""
+    """A round, or others, need a donor's link; it has what was asked for, and gives it later."""

@@ -55,7 +55,7 @@ class Leaves:
             root: what its leaves have to make up.
             holders: those that say they have it.
             used: takes the names of those that gave some of it.
-            beside: others that give leaves alone: what the leaves have to be, holders say.
+            beside: others that give leaves; the holders say what these have to be.
 
         Raises:
             NoDonor: they did not give all of it.

@@ -71,7 +71,7 @@ class Source(Protocol):
         """Fetch bytes of an entry's body, from `start` on as many as `into` holds.
 
         Raises:
-            GaveWay: the donor is in a round, and this `gives_way`.
+            GaveWay: the donor gives nothing at the moment, and this `gives_way`.
         """
         ...
 
@@ -83,7 +83,7 @@ class Source(Protocol):
         """Fetch consecutive leaves of a snapshot.
 
         Raises:
-            GaveWay: the donor is in a round.
+            GaveWay: the donor gives nothing at the moment.
         """
         ...
 

@@ -122,6 +122,15 @@ def passed(peers: list[SwarmPeer], position: int) -> bool:
     return all(p.replica.position > position for p in peers)
 
 
+async def donor_and_reader(swarm: Swarm) -> tuple[SwarmPeer, SwarmPeer]:
+    """Run three peers for some rounds; return one whose log is on disk, and another."""
+    peers = await swarm.start(3, window_s=1.0)
+    await swarm.until(lambda: passed(peers, 4))
+    donor, reader, _ = peers
+    await donor.replica.saved()
+    return donor, reader
+
+
 def most_passed(peers: list[SwarmPeer], position: int) -> bool:
     return 2 * sum(p.replica.position > position for p in peers) > len(peers)
 

@@ -308,6 +308,23 @@ def test_a_joiner_fetches_the_genesis_and_newer_snapshots(kit: Any, tmp_path: Pa
     kit.run(main())
 
 
+def test_a_coordinator_that_repeats_a_leaf_is_read_no_further(
+    kit: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def endless(*_: Any) -> AsyncIterator[pb.FetchReply]:
+        while True:
+            yield pb.FetchReply(leaf=pb.Leaf(index=0, data=b"x"))
+
+    async def main() -> None:
+        async with kit.net(tmp_path / "run") as net:
+            _, two, _ = await net.started()
+            monkeypatch.setattr(Service, "_leaves", endless)
+            with pytest.raises(BadReply, match="leaf 0 out of turn"):
+                [_ async for _ in two.fetch_leaves(0, 0, 2)]
+
+    kit.run(main())
+
+
 def test_few_newcomers_read_from_the_coordinator_at_once(
     kit: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -207,7 +207,7 @@ def test_a_wrong_root_alone_gives_nobody_a_state(joiner):
 
 
 def test_a_coordinator_that_gives_a_wrong_state_itself_gives_nobody_one(joiner):
-    """What the leaves have to be, peers say."""
+    """Peers say what the leaves have to be."""
     log = joiner.log
     coordinator = GivingCoordinator(log, {8: log.states[7].at(8)})
     assert joiner.recover([peer(log)], coordinator).snapshot_position == 6

@@ -7,7 +7,7 @@ import pytest
 from atoll.dht.tasks import end
 from atoll.peer.recovery.errors import GaveWay
 from atoll.peer.recovery.sources import PEER_PATIENCE_S, PeerSource
-from support.strikes import passed
+from support.strikes import donor_and_reader, passed
 from support.swarm import run_swarm
 
 FAR_S = 0.3  # latency at which a reduction takes seconds
@@ -61,10 +61,7 @@ def test_where_training_goes_on_during_rounds_a_newcomer_reads_beside_them(tmp_p
 
 def test_a_round_that_does_not_end_is_given_way_to_for_a_while(tmp_path):
     async def scenario(swarm):
-        peers = await swarm.start(3, window_s=1.0)
-        await swarm.until(lambda: passed(peers, 4))
-        donor, asking = peers[:2]
-        await donor.replica.saved()
+        donor, asking = await donor_and_reader(swarm)
         donor.rounds.archive._is_awaited = lambda: True
         newest = max(donor.replica.snapshots)
         source = PeerSource(asking.ctx, donor.identity.peer_id)

@@ -17,7 +17,7 @@ from atoll.peer.rounds.bulk import BITS
 from atoll.peer.rounds.fetching import Archive, fetch_body, fetch_headers, fetch_leaves, fetch_part
 from atoll.peer.rounds.messages import LeavesRequest, Span, deflated, inflated
 from atoll.peer.rounds.pacing import DECLARED_SHARE, SPARE_SHARE, Link
-from support.strikes import passed
+from support.strikes import donor_and_reader
 from support.swarm import run_swarm
 
 
@@ -29,10 +29,7 @@ async def body_from(ctx, peer, position, num_bytes):
 
 def test_who_gives_way_gets_nothing_while_training_waits_for_a_round(tmp_path):
     async def scenario(swarm):
-        peers = await swarm.start(3, window_s=1.0)
-        await swarm.until(lambda: passed(peers, 4))
-        donor, asking = peers[:2]
-        await donor.replica.saved()
+        donor, asking = await donor_and_reader(swarm)
         name, body = donor.identity.peer_id, donor.replica.store.body(2)
         into = memoryview(bytearray(len(body)))
         newest = max(donor.replica.snapshots)
@@ -55,10 +52,7 @@ def test_who_gives_way_gets_nothing_while_training_waits_for_a_round(tmp_path):
 
 def test_over_a_cap_a_body_comes_whole_if_a_round_begins_meanwhile(tmp_path, monkeypatch):
     async def scenario(swarm):
-        peers = await swarm.start(3, window_s=1.0)
-        await swarm.until(lambda: passed(peers, 4))
-        donor, asking = peers[:2]
-        await donor.replica.saved()
+        donor, asking = await donor_and_reader(swarm)
         body = donor.replica.store.body(2)
         into = memoryview(bytearray(len(body)))
         monkeypatch.setattr(fetching, "LEAF_BYTES", len(body) // 3)
@@ -88,9 +82,7 @@ def test_a_part_of_other_bytes_is_taken_from_nobody(tmp_path):
 
 def test_one_request_is_answered_with_so_many_entries_and_no_more(tmp_path, monkeypatch):
     async def scenario(swarm):
-        peers = await swarm.start(3, window_s=1.0)
-        await swarm.until(lambda: passed(peers, 4))
-        donor, asking = peers[:2]
+        donor, asking = await donor_and_reader(swarm)
         name = donor.identity.peer_id
         monkeypatch.setattr(fetching, "MAX_SPAN", 2)
         assert len(await fetch_headers(asking.ctx, name, 0, 4)) == 2
@@ -106,10 +98,7 @@ def test_one_request_is_answered_with_so_many_entries_and_no_more(tmp_path, monk
 
 def test_a_body_that_the_disk_has_spoiled_is_refused_and_told(tmp_path):
     async def scenario(swarm):
-        peers = await swarm.start(3, window_s=1.0)
-        await swarm.until(lambda: passed(peers, 4))
-        donor, asking = peers[:2]
-        await donor.replica.saved()
+        donor, asking = await donor_and_reader(swarm)
         name, body = donor.identity.peer_id, donor.replica.store.body(2)
         assert await body_from(asking.ctx, name, 2, len(body)) == body
         rotten = bytes([body[0] ^ 1]) + body[1:]
@@ -256,10 +245,7 @@ def test_over_a_link_with_a_cap_no_leaf_is_asked_for_before_its_time(most_mbit_s
 
 def test_over_a_link_with_a_cap_a_body_is_asked_for_piece_by_piece(tmp_path, monkeypatch):
     async def scenario(swarm):
-        peers = await swarm.start(3, window_s=1.0)
-        await swarm.until(lambda: passed(peers, 4))
-        donor, asking = peers[:2]
-        await donor.replica.saved()
+        donor, asking = await donor_and_reader(swarm)
         name, body = donor.identity.peer_id, donor.replica.store.body(2)
         monkeypatch.setattr(fetching, "LEAF_BYTES", len(body) // 3)
         asked, send = [], fetching._open

@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 from atoll.coordinator import notices
@@ -34,6 +34,14 @@ logger = logging.getLogger(__name__)
 
 MOVES_ON_S = 0.01  # between two looks at a replica that applies an entry, for ms to seconds
 LANDMARK_EVERY = 10  # one checkpoint in this many is never removed: the run's course stays
+
+
+@dataclass(frozen=True)
+class _Held:
+    """Where a log stood, with a state that stays as it is until it is released."""
+
+    standing: ReplicaStanding
+    release: Callable[[], None]
 
 
 class Checkpointing:
@@ -119,7 +127,7 @@ class Checkpointing:
         if before is not None:
             await before  # one at a time: each holds a copy of the model
         try:
-            at = await asyncio.to_thread(self._write_states)
+            at = await asyncio.to_thread(self._write_states, await self._held())
             self._report("info", self._told(at))
             self._on_written([self.path(*each) for each in at.items()])
             await asyncio.to_thread(self._remove_old)
@@ -130,18 +138,32 @@ class Checkpointing:
             text = f"no checkpoint written: {error!r}"
             self._report("error", notices.checkpoint_failed(reason=text))
 
-    def _write_states(self) -> Mapping[str, int]:
-        """Write a set, of states that are all taken before the first; return their positions."""
-        held: dict[str, tuple[ReplicaStanding, Callable[[], None]]] = {}
+    async def _held(self) -> Mapping[str, _Held]:
+        """Keep the states of all modules as they are at one moment, each until it is released."""
+        while True:
+            held = dict[str, _Held]()
+            try:
+                for name, replica in self._replicas.items():
+                    at = replica.standing  # read once: the log may move on meanwhile
+                    held[name] = _Held(at, _state_of(at).keep())
+            except StateGone:  # it has moved on: then there is another one soon
+                _release(held)
+                await asyncio.sleep(MOVES_ON_S)
+            except CheckpointError:
+                _release(held)
+                raise
+            else:
+                return held
+
+    def _write_states(self, held: Mapping[str, _Held]) -> Mapping[str, int]:
+        """Write a set of states, and release each; return their positions."""
         try:
-            for name, replica in self._replicas.items():
-                held[name] = _kept(replica)
-            at = {name: standing.head.position for name, (standing, _) in held.items()}
-            for name, (standing, release) in held.items():
-                self._write_state(name, standing, at if self._is_staged else {}, release)
+            at = {name: each.standing.head.position for name, each in held.items()}
+            for name, each in held.items():
+                moment = at if self._is_staged else {}
+                self._write_state(name, each.standing, moment, each.release)
         finally:
-            for _, release in held.values():
-                release()
+            _release(held)
         return at
 
     def _told(self, at: Mapping[str, int]) -> Notice:
@@ -186,13 +208,9 @@ class Checkpointing:
                 delete_checkpoint(self.path(module, position), replica.run_id)
 
 
-def _kept(replica: ReplicaView) -> tuple[ReplicaStanding, Callable[[], None]]:
-    """Return where a replica stands, with a state that stays as it is until released."""
-    while True:
-        at = replica.standing  # read once: the log may move on meanwhile
-        with suppress(StateGone):  # it has moved on: then there is another one soon
-            return at, _state_of(at).keep()
-        time.sleep(MOVES_ON_S)
+def _release(held: Mapping[str, _Held]) -> None:
+    for each in held.values():
+        each.release()
 
 
 def _state_of(at: ReplicaStanding) -> OuterState:

@@ -15,6 +15,7 @@ from atoll.coordinator.copies.restoring import FoundCopy, expect_new, find, rest
 from atoll.coordinator.copies.sealing import RECOVERY_FILE, RecoveryKey
 from atoll.coordinator.copies.target import ANSWER_S, CopiesError, Target, TargetFailed, within
 from atoll.coordinator.copies.writing import CopiedLog, CopyWriter
+from atoll.coordinator.run.files import known_peers
 from atoll.coordinator.run.spec import RunSpec, template
 from atoll.coordinator.service.server import LogFiles, Running
 
@@ -114,6 +115,11 @@ def tell_restored(
     (state_dir / RUN_FILE).write_text(template(spec), encoding="utf-8")
     rounds = after_rounds(tuple(positions))
     say(f"restored {rounds} into {state_dir}; what was decided since comes from the peers")
+    if not known_peers(state_dir):
+        say(
+            "it names no peers, so they cannot be told a new address: start it at its former one, "
+            "or start them again with the new invite"
+        )
     again = f"atoll coordinator {state_dir / RUN_FILE} --state-dir {state_dir}"
     say(f"start it again with `{again}`, without --restore")
 

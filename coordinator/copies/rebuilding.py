@@ -18,6 +18,7 @@ from collections.abc import Callable
 from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from atoll.coordinator.copies.beside import spec_to_start_with, tell_restored
 from atoll.coordinator.copies.restoring import expect_new, made_whole, skip_numbers
@@ -28,7 +29,7 @@ from atoll.coordinator.invites import INVITES_FILE, USES_FILE
 from atoll.coordinator.orders import ORDERS_FILE
 from atoll.coordinator.recorded import FOLLOWER_FILE
 from atoll.coordinator.relocating import RELOCATION_FILE
-from atoll.coordinator.run.files import replace_private
+from atoll.coordinator.run.files import keep_known_peers, replace_private
 from atoll.coordinator.run.keys import KEYS_FILE, RunKeys
 from atoll.coordinator.run.spec import RunSpec, run_id
 from atoll.coordinator.run.spec_problems import SpecError
@@ -126,8 +127,11 @@ class FollowerToRestore:
             beside = self.keys.parent / name
             if beside.is_file():
                 replace_private(partial / name, beside.read_bytes())
-        if record := _last_place(self.folder):
+        record, addresses = _last_place(self.folder), _known_addresses(self.folder)
+        if record:
             replace_private(partial / RELOCATION_FILE, record)  # the next one counts more
+        if addresses:
+            keep_known_peers(partial, addresses)
         # Events of the whole run; in a dense run, the rounds as well.
         _copy_database(self.folder / "history.db", partial / "history.db")
         return [self._fill_log(partial, name) for name in self.spec.modules]
@@ -145,9 +149,24 @@ class FollowerToRestore:
 
 def _last_place(folder: Path) -> bytes:
     """Return the newest relocation that a follower knew; empty without one."""
-    with suppress(OSError, ValueError, KeyError, TypeError):
-        return bytes.fromhex(json.loads((folder / FOLLOWER_FILE).read_bytes())["relocation"])
+    with suppress(ValueError, TypeError):
+        return bytes.fromhex(_kept(folder).get("relocation", ""))
     return b""
+
+
+def _known_addresses(folder: Path) -> list[str]:
+    """Return the multiaddrs of nodes that a follower has kept, the former coordinator's first."""
+    addresses = _kept(folder).get("bootstrap", [])
+    texts = addresses if isinstance(addresses, list) else []
+    return [text for text in texts if isinstance(text, str)]
+
+
+def _kept(folder: Path) -> dict[str, Any]:
+    """Return what a follower keeps for its next start; empty if that is damaged."""
+    with suppress(OSError, ValueError):
+        kept = json.loads((folder / FOLLOWER_FILE).read_bytes())
+        return kept if isinstance(kept, dict) else {}
+    return {}
 
 
 def _log_id(folder: Path, module: str) -> bytes:

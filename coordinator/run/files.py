@@ -6,6 +6,7 @@ A crash leaves the file of before, or the new one.
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 KNOWN_FILE = "node.known"
@@ -30,3 +31,22 @@ def replace_private(path: Path, data: bytes) -> None:
         os.fsync(folder)  # else a loss of power may bring the file of before back
     finally:
         os.close(folder)
+
+
+def known_peers(folder: Path) -> tuple[str, ...]:
+    """Return the multiaddrs that `keep_known_peers` wrote; none if they cannot be read."""
+    try:
+        return tuple((folder / KNOWN_FILE).read_text(encoding="utf-8").split())
+    except (OSError, UnicodeDecodeError):
+        return ()
+
+
+def keep_known_peers(folder: Path, addresses: Sequence[str]) -> None:
+    """Write multiaddrs of peers, on the disk when this returns.
+
+    A coordinator that is restored where nobody looks for it knows no other peers.
+
+    Raises:
+        OSError: as `replace_private`.
+    """
+    replace_private(folder / KNOWN_FILE, "\n".join(addresses).encode("utf-8"))

@@ -154,7 +154,7 @@ def _entries_at(given: Invite | Path | None, count: int) -> tuple[str, ...]:
     Raises:
         WrongInvite: there are none.
     """
-    from atoll.coordinator.run.files import KNOWN_FILE
+    from atoll.coordinator.run.files import known_peers
     from atoll.dht.addresses import peer_of, relay_of
 
     if not isinstance(given, Path):
@@ -162,8 +162,7 @@ def _entries_at(given: Invite | Path | None, count: int) -> tuple[str, ...]:
             "--entries reads the coordinator's state directory, got an invite; run this on the "
             "coordinator's machine, or omit it"
         )
-    path = find_run(given) / KNOWN_FILE
-    known = path.read_text(encoding="utf-8").split() if path.exists() else []
+    known = known_peers(find_run(given))
     by_peer = {peer_of(address): address for address in reversed(known) if not relay_of(address)}
     found = tuple(reversed(by_peer.values()))[:count]
     if not found:

@@ -156,7 +156,10 @@ class Replica:
 
     @property
     def standing(self) -> types.SimpleNamespace:
-        return types.SimpleNamespace(head=self.head, state=make(self.position).state)
+        return types.SimpleNamespace(head=self.head, state=self.state())
+
+    def state(self) -> OuterState:
+        return make(self.position).state
 
 
 def positions_kept(folder: Path, *, last: int, **coordinator: int) -> list[int]:
@@ -188,6 +191,27 @@ def test_the_newest_checkpoints_are_kept_and_every_tenth(tmp_path: Path) -> None
 def test_all_checkpoints_can_be_kept(tmp_path: Path) -> None:
     every = positions_kept(tmp_path, last=9, checkpoint_every=2, keep_checkpoints=0)
     assert every == [2, 4, 6, 8, 9]
+
+
+def test_a_checkpoint_waits_for_the_state_after_one_that_gave_way(tmp_path: Path) -> None:
+    """The next entry has overwritten the state, and the loop does not know it yet."""
+    spec = RunSpec.from_dict({"run": {"name": "test"}, "coordinator": {"checkpoint_every": 1}})
+    replica, said = Replica(), list[str]()
+    replica.position, gone = 1, make(1).state
+    assert gone.give_way(params=True)
+
+    async def run() -> None:
+        checkpoints = Checkpointing(
+            spec, {"": replica}, {"": tmp_path}, lambda level, text: said.append(level)
+        )
+        states = iter([gone, gone])
+        replica.state = lambda: next(states, None) or make(2).state
+        checkpoints.look()
+        async with asyncio.timeout(60):
+            await checkpoints.close()
+
+    asyncio.run(run())
+    assert said == ["info"] and len(list(tmp_path.iterdir())) == 1
 
 
 def test_a_checkpoint_of_another_run_is_not_removed(tmp_path: Path) -> None:

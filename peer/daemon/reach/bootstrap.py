@@ -19,7 +19,7 @@ from atoll.coordinator.catching_up import Recover
 from atoll.coordinator.gossip import FetchModel
 from atoll.coordinator.heads import AskHead
 from atoll.coordinator.relocating import OwnPlace
-from atoll.coordinator.run.files import KNOWN_FILE
+from atoll.coordinator.run.files import keep_known_peers, known_peers
 from atoll.coordinator.service.server import NodeRequest
 from atoll.dht.identity import Identity
 from atoll.dht.node import Node
@@ -80,7 +80,8 @@ class BootstrapNode:
             check=request.check,
             relay_mbit_s=request.relay_mbit_s,
         )
-        node.bootstrap = recall(_known_file(request))  # its watch dials them; nothing waits for it
+        # Its watch dials them; nothing waits for it.
+        node.bootstrap = known_peers(request.identity_path.parent)
         return cls(node, request, admission_s)
 
     @property
@@ -167,26 +168,7 @@ class BootstrapNode:
             return
         # p2pd may restart in mid-run; it then joins the DHT by these.
         self._node.bootstrap = addresses
-        remember(_known_file(self._request), addresses)
-
-
-def _known_file(request: NodeRequest) -> Path:
-    return request.identity_path.with_name(KNOWN_FILE)
-
-
-def remember(path: Path, addresses: Sequence[str]) -> None:
-    """Write addresses of peers, whole or not at all."""
-    partial = path.with_name(f".{path.name}.new")
-    partial.write_text("\n".join(addresses), encoding="utf-8")
-    partial.replace(path)
-
-
-def recall(path: Path) -> tuple[str, ...]:
-    """Return the addresses that were written; none if they cannot be read."""
-    try:
-        return tuple(path.read_text(encoding="utf-8").split())
-    except (OSError, UnicodeDecodeError):
-        return ()
+        keep_known_peers(self._request.identity_path.parent, addresses)
 
 
 def multiaddr(host: str, port: int) -> str:

@@ -7,6 +7,7 @@ shrink(plan, ...)                                   the same failure with fewer 
 
 from __future__ import annotations
 
+import faulthandler
 import shutil
 import time
 import traceback
@@ -32,6 +33,8 @@ MEMORY = Path("/dev/shm")  # files of a simulation are small, and many are synce
 Result = TypeVar("Result")
 FOLDER_PREFIX = "hunt-"
 AT_ONCE = 2  # seeds that wait for each process
+ENDS = "a run ends"
+ENDS_S = 1800.0  # seconds of real time; a run of four virtual minutes takes less than one
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,6 +52,10 @@ class Search:
     until_found: bool = False
 
 
+class RunLost(RuntimeError):
+    """A run whose process has ended without telling what came of it."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class SeedResult:
     """The outcome of one seed, which travels between processes."""
@@ -57,13 +64,13 @@ class SeedResult:
     rule: str
     """The rule that was broken; empty if none was."""
     text: str
-    virtual_s: float
-    cpu_s: float
-    positions: int
-    epochs: int
-    resumed_s: float
-    faults: Counter[str]
-    story: str
+    virtual_s: float = 0.0
+    cpu_s: float = 0.0
+    positions: int = 0
+    epochs: int = 0
+    resumed_s: float = 0.0
+    faults: Counter[str] = field(default_factory=Counter)
+    story: str = ""
     """The digest of all that happened, by which a replay can be compared (`digest_of`)."""
 
 
@@ -155,12 +162,14 @@ def apart(function: Callable[..., Result], *arguments: object) -> Result:
     does without. That one, run alone, would not be the same again.
 
     Raises:
-        RuntimeError: the child has ended without a result.
+        RunLost: the child has ended without a result, or was ended, with its stacks on the error
+            output: code that waits for a thread waits for ever, as there is only one.
     """
     prepare()
     receiver, sender = get_context("fork").Pipe(duplex=False)
 
     def call() -> None:
+        faulthandler.dump_traceback_later(ENDS_S, exit=True)
         sender.send(function(*arguments))
 
     child = get_context("fork").Process(target=call)
@@ -170,7 +179,7 @@ def apart(function: Callable[..., Result], *arguments: object) -> Result:
         result: Result = receiver.recv()
     except EOFError:
         child.join()
-        raise RuntimeError(f"a run's process ended with {child.exitcode}") from None
+        raise RunLost(f"a run's process ended with {child.exitcode}") from None
     finally:
         receiver.close()
         child.join()
@@ -241,7 +250,10 @@ def _seeds(search: Search) -> Iterator[int]:
 
 
 def _run_apart(seed: int, search: Search) -> SeedResult:
-    return apart(run_seed, seed, search.virtual_minutes, search.bug)
+    try:
+        return apart(run_seed, seed, search.virtual_minutes, search.bug)
+    except RunLost as lost:
+        return SeedResult(seed=seed, rule=ENDS, text=f"{ENDS}: {lost}")
 
 
 def _one_after_another(search: Search) -> Iterator[SeedResult]:

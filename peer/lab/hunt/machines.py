@@ -24,6 +24,7 @@ from atoll.coordinator.copies.sealing import RecoveryKey
 from atoll.coordinator.copies.target import Superseded
 from atoll.coordinator.invites import issue
 from atoll.coordinator.rpc.client_errors import Evicted
+from atoll.coordinator.run.files import known_peers
 from atoll.coordinator.run.invite import Invite
 from atoll.coordinator.run.levels import Level
 from atoll.coordinator.run.spec import RunSpec
@@ -231,6 +232,8 @@ class CoordinatorMachine(Machine):
     """whether the organiser has given up what a damaged disk has lost"""
     was_replaced = False
     """whether it began with a copy, which lacks what came after it"""
+    names_nobody = False
+    """whether that copy has no addresses of peers, so that none hears where it is now"""
 
     def __init__(
         self, world: World, number: int, identity: Identity, copies: HuntTarget | None
@@ -293,6 +296,7 @@ class CoordinatorMachine(Machine):
         restore_newest(self.copies, key, self.disk.folder, is_damaged=is_damaged)
         self.disk.write_back()
         self.tainted, self.was_replaced = is_damaged, True
+        self.names_nobody = not known_peers(self.disk.folder)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -372,12 +376,14 @@ class PeerMachine(Machine):
     def renew_invite(self) -> None:
         """Get the newest invite, if the one in use has led nowhere: it names old addresses alone.
 
-        A peer that has joined once knows other peers, which know where the coordinator is.
+        A peer that has joined once knows other peers, which know where the coordinator is, unless
+        that began with a copy that names none of them.
         """
-        is_waiting = self.is_up and self.peer is None and self._given is not None
-        if not is_waiting or self.world.now() < self._waits_since_s + RENEWS_S:
+        is_old = self.is_up and self._given not in (None, self.world.invite)
+        if not is_old or self.world.now() < self._waits_since_s + RENEWS_S:
             return
-        if self._given != self.world.invite and not PeerPaths(root=self.disk.folder).run.exists():
+        has_joined = self.peer is not None or PeerPaths(root=self.disk.folder).run.exists()
+        if self.world.coordinator.names_nobody or not has_joined:
             self.world.say(f"{self.name} gets another invite")
             self.crash(lost_power=False)
             self._given = None

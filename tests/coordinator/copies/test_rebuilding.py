@@ -12,6 +12,7 @@ import pytest
 from atoll.coordinator.copies.rebuilding import BESIDE_KEYS, FollowerToRestore, is_followers
 from atoll.coordinator.copies.target import CopiesError
 from atoll.coordinator.recorded import FOLLOWER_FILE, NoRecord, read
+from atoll.coordinator.run.files import known_peers
 from atoll.coordinator.run.keys import KEYS_FILE, RunKeys
 from atoll.coordinator.run.relocation import Relocation, serial_at
 from atoll.coordinator.run.spec import RunSpec
@@ -94,6 +95,28 @@ def test_the_next_place_counts_more_than_the_one_that_the_follower_knew(
             assert now.serial == known.serial + 1
 
     asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("kept", "names"),
+    [
+        ({"bootstrap": ["/ip4/10.0.0.2/tcp/1/p2p/a", 7]}, ("/ip4/10.0.0.2/tcp/1/p2p/a",)),
+        ({"bootstrap": []}, ()),
+        ({"bootstrap": None}, ()),
+        ([], ()),
+    ],
+)
+def test_peers_of_a_follower_hear_of_a_new_address(
+    kept: object, names: tuple[str, ...], past: Run, follower: Path
+) -> None:
+    """The rebuilt coordinator calls those whom the follower knew, or says that nobody hears it."""
+    (follower / FOLLOWER_FILE).write_text(json.dumps(kept))
+    place, said = past.state_dir.with_name("new"), list[str]()
+    keys = follower.with_name("backup") / KEYS_FILE
+    found = FollowerToRestore.found(follower, keys, None, state_dir=place)
+    found.restore(found.spec, place, said.append)
+    assert known_peers(place) == names
+    assert any("names no peers" in line for line in said) == (not names)
 
 
 def test_keys_of_another_run_are_refused(past: Run, follower: Path, tmp_path: Path) -> None:

@@ -3,12 +3,13 @@
 import asyncio
 from pathlib import Path
 
+from atoll.coordinator.run.files import known_peers
 from atoll.coordinator.service.server import NodeRequest
 from atoll.dht.node import Node
 from atoll.dht.roster import PeerRecord
 from atoll.dht.transport import admit_everyone
 from atoll.peer.daemon.reach import bootstrap
-from atoll.peer.daemon.reach.bootstrap import BootstrapNode, both_families, recall, remember
+from atoll.peer.daemon.reach.bootstrap import BootstrapNode, both_families
 from atoll.peer.daemon.reach.neighbours import PortInUse
 from support.records import record_of
 
@@ -86,7 +87,7 @@ def test_started_again_it_finds_the_peers_that_go_on_without_it(tmp_path, monkey
             await one.roster.publish(record(one), 60.0)
 
             async def is_known():
-                return set(recall(tmp_path / "node.known")) == set(one.addresses[:2])
+                return set(known_peers(tmp_path)) == set(one.addresses[:2])
 
             await until(is_known)
             await first.close()
@@ -109,12 +110,3 @@ def test_started_again_it_finds_the_peers_that_go_on_without_it(tmp_path, monkey
             await two.close()
 
     asyncio.run(main())
-
-
-def test_what_is_not_there_or_not_text_is_no_address(tmp_path):
-    path = tmp_path / "node.known"
-    assert recall(path) == ()
-    path.write_bytes(b"\xff\xfe\x00")
-    assert recall(path) == ()
-    remember(path, ("/ip4/127.0.0.1/tcp/1/p2p/a", "/dns/host/tcp/2/p2p/b"))
-    assert recall(path) == ("/ip4/127.0.0.1/tcp/1/p2p/a", "/dns/host/tcp/2/p2p/b")

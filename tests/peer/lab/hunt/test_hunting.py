@@ -1,6 +1,7 @@
 """Whole runs from seeds: they keep their rules, repeat exactly, and break them with a bug."""
 
 import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 from atoll.dht.folders import claim_folder
 from atoll.peer.lab.hunt import hunting, plans
 from atoll.peer.lab.hunt.hunting import (
+    RunLost,
     Search,
     SeedResult,
     apart,
@@ -89,8 +91,20 @@ def test_what_a_run_leaves_in_its_process_reaches_no_other() -> None:
 
 
 def test_a_run_whose_process_dies_is_told() -> None:
-    with pytest.raises(RuntimeError, match="ended with 7"):
+    with pytest.raises(RunLost, match="ended with 7"):
         apart(os._exit, 7)
+
+
+def test_a_run_that_waits_for_ever_is_told_and_the_hunt_goes_on(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(hunting, "ENDS_S", 0.2)
+    monkeypatch.setattr(hunting, "run_seed", lambda *_: time.sleep(3600))
+    found: list[SeedResult] = []
+    summary = hunt(Search(first=3, seeds=2), found.append)
+    assert summary.found == found
+    assert [(each.seed, each.rule) for each in found] == [(3, "a run ends"), (4, "a run ends")]
+    assert "Timeout" in capfd.readouterr().err
 
 
 def test_a_bug_is_found_and_shrinks() -> None:

@@ -260,10 +260,15 @@ class AdmissionControl:
         return self.admit(peer_id, role) if left_s < self._admission_s() / 2 else b""
 
     def role_of(self, peer_id: str, claimed: str) -> Literal["trainer", "follower", "keeper"]:
-        """Return a peer's role: its invite makes a keeper or a trainer, no word of its own does."""
-        if self._has_keepers and self._desk.is_keeper(peer_id):
+        """Return a peer's role: its invite makes a keeper or a trainer, no word of its own does.
+
+        A coordinator that was restored may have forgotten who has used an invite. The session,
+        which outlives that, names it.
+        """
+        terms = self._terms.get(peer_id, SessionTerms())
+        if self._has_keepers and self._desk.is_keeper(peer_id, by=terms.invite):
             return "keeper"
-        is_follower = self._terms.get(peer_id, SessionTerms()).is_follower
+        is_follower = terms.is_follower
         return "follower" if is_follower or claimed == "follower" else "trainer"
 
     def authenticate(self, peer_id: str, session: bytes) -> None:

@@ -218,10 +218,10 @@ class InviteDesk:
         recent = [each for each, at_s in self._revoked.items() if at_s >= since_s]
         return sorted(sorted(recent, key=lambda each: self._revoked[each])[-MAX_EVICTED:])
 
-    def is_keeper(self, peer_id: str) -> bool:
-        """Return whether a peer has joined with an invite for keepers."""
+    def is_keeper(self, peer_id: str, *, by: str = "") -> bool:
+        """Return whether a peer has joined with an invite for keepers, which `by` may name."""
         keepers = (i.id for i in self._by_hash.values() if i.kind == "keeper")
-        return any(peer_id in self._uses.get(invite_id, ()) for invite_id in keepers)
+        return any(each == by or peer_id in self._uses.get(each, ()) for each in keepers)
 
     def watch(self, token: bytes, now_s: float, viewer: bytes = b"") -> None:
         """Accept the token of any current invite, of an observer as one use of it.

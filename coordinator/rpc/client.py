@@ -158,6 +158,7 @@ class CoordinatorClient(StatusClient):
         identity: Identity,
         *,
         role: Role = "trainer",
+        was_keeper: bool = False,
         version: str = "",
         module: str = "",
         clock: Callable[[], float] = time.time,
@@ -176,6 +177,7 @@ class CoordinatorClient(StatusClient):
         """Leaves of a state to ask for at once: gRPC takes more than is read."""
         self._identity = identity
         self._role = role
+        self._was_keeper = was_keeper
         self._version = version
         self._clock = clock
         self._session = b""
@@ -473,6 +475,14 @@ class CoordinatorClient(StatusClient):
             raise BadReply(f"the coordinator sent an invalid admission: {error.message}") from None
         if reply.module not in spec.modules:
             raise BadReply(f"expected a module of the run, got {reply.module[:64]!r}")
+        if self._was_keeper and admission.role != "keeper":  # it was restored from an older copy
+            raise NotWelcome(
+                grpc.StatusCode.PERMISSION_DENIED,
+                "the coordinator does not know this keeper any more; ask the organiser for "
+                "another one (`atoll invite --role keeper`), and start it with that. A trainer "
+                "needs a folder of its own (--state-dir)",
+            )
+        self._was_keeper = admission.role == "keeper"
         return Joined(
             spec=spec,
             module=reply.module,

@@ -173,6 +173,11 @@ class StateDirectory:
         earlier = self._undamaged()
         return earlier.spec if earlier is not None else None
 
+    def is_keepers(self) -> bool:
+        """Return whether this peer was a keeper when it last ran."""
+        earlier = self._undamaged()
+        return earlier is not None and earlier.role == "keeper"
+
     def relocation(self) -> bytes:
         """Return the newest record of where the coordinator is; empty if none was kept."""
         earlier = self._undamaged()

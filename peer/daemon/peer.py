@@ -472,6 +472,7 @@ async def _environment(
         invite,
         identity,
         role=options.role,
+        was_keeper=directory.is_keepers(),
         version=version("atoll"),
         module=options.moved.module if options.moved else options.module or directory.module(),
     )

@@ -57,30 +57,25 @@ class Bodies:
     digest: who gave a wrong one is known.
     """
 
-    def __init__(
-        self,
-        entries: Sequence[Entry],
-        donors: Sequence[Donor],
-        *,
-        compute: Compute,
-        on_failure: OnFailure,
-        gives_way: bool = False,
-    ) -> None:
+    def __init__(self, *, compute: Compute, on_failure: OnFailure) -> None:
         """Use as a context: what is still under way at its end is given up.
 
         Args:
-            entries: in the order in which `of` is asked for them.
-            donors: those that may have them.
             compute: hashes what came.
             on_failure: called with a donor that did not give what an entry names.
-            gives_way: whether the rounds of donors come first.
         """
-        self._entries = entries
-        self._turns = {entry.position: turn for turn, entry in enumerate(entries)}
-        self._donors = donors
+        self._entries: list[Entry] = []
+        self._turns: dict[int, int] = {}
+        self._taken = 0
+        """entries whose bodies were asked for"""
+        self._donors: dict[str, Donor] = {}
         self._compute = compute
         self._on_failure = on_failure
-        self._gives_way = gives_way
+        self._giving_way = set[int]()
+        """positions before which the rounds of donors come"""
+        self._lacking = set[int]()
+        """positions of bodies that are not here yet"""
+        self._have_come = asyncio.Event()
         self._tasks: dict[int, asyncio.Task[Body]] = {}
         self._streams = asyncio.Semaphore(STREAMS)
         self._asked = Counter[str]()
@@ -103,9 +98,34 @@ class Bodies:
         """Give up what is under way."""
         await end(*self._tasks.values())
 
-    def begin(self) -> None:
-        """Begin to fetch the first bodies before anybody asks for one."""
-        self._fetch_from(0)
+    def add(
+        self, entries: Sequence[Entry], donors: Sequence[Donor], *, gives_way: bool = False
+    ) -> None:
+        """Take entries after those before, and begin to fetch their bodies as far as there is room.
+
+        Args:
+            entries: in the order in which `of` is asked for them.
+            donors: those that may have them, beside the ones before.
+            gives_way: whether the rounds of donors come first.
+        """
+        positions = [entry.position for entry in entries]
+        self._turns |= {each: len(self._entries) + n for n, each in enumerate(positions)}
+        self._entries += entries
+        self._donors |= {donor.name: donor for donor in donors}
+        if gives_way:
+            self._giving_way.update(positions)
+        self._lacking.update(positions)
+        self._tell_if_all_came()
+        self._fetch_from(self._taken)
+
+    async def have_come(self) -> None:
+        """Wait until all bodies are here, so that the links of donors and this one are idle."""
+        await self._have_come.wait()
+
+    @property
+    def are_here(self) -> bool:
+        """Return whether no body is missing."""
+        return self._have_come.is_set()
 
     async def of(self, entry: Entry) -> Body:
         """Return the body of an entry.
@@ -116,10 +136,11 @@ class Bodies:
         early = self._tasks.get(entry.position)
         if early is not None and early.done() and early.exception() is not None:
             del self._tasks[entry.position]  # nobody had it then
-        turn = self._turns[entry.position]
-        self._fetch_from(turn)
+        self._taken = self._turns[entry.position]
+        self._fetch_from(self._taken)
         body = await self._tasks.pop(entry.position)
-        self._fetch_from(turn + 1)  # while the caller applies this one
+        self._taken += 1
+        self._fetch_from(self._taken)  # while the caller applies this one
         return body
 
     def after(self, entry: Entry) -> int:
@@ -145,7 +166,15 @@ class Bodies:
                 for piece in pieces(entry)
             )
         )
+        self._lacking.discard(entry.position)
+        self._tell_if_all_came()
         return Body(data=data, givers=frozenset(givers))
+
+    def _tell_if_all_came(self) -> None:
+        if self._lacking:
+            self._have_come.clear()
+        else:
+            self._have_come.set()
 
     async def _fetch_piece(
         self, entry: Entry, piece: BodyPiece, into: memoryview, failed: set[str]
@@ -163,9 +192,8 @@ class Bodies:
                 self._asked[donor.name] += 1
                 try:
                     await asyncio.sleep(self._rest_s(donor))
-                    await donor.source.body(
-                        entry.position, piece.start, into, gives_way=self._gives_way
-                    )
+                    gives_way = entry.position in self._giving_way
+                    await donor.source.body(entry.position, piece.start, into, gives_way=gives_way)
                     await self._compute(split_parts, entry, piece.parts, into)
                     self._failures[donor.name] //= 2
                     return donor.name
@@ -183,7 +211,7 @@ class Bodies:
 
     def _next(self, entry: Entry, piece: BodyPiece, failed: set[str]) -> Donor | None:
         """Return the donor with the fewest pieces under way and failures, but those that failed."""
-        left = [d for d in holders(entry, piece, self._donors) if d.name not in failed]
+        left = [d for d in holders(entry, piece, [*self._donors.values()]) if d.name not in failed]
         return min(left, key=self._load, default=None)
 
     def _load(self, donor: Donor) -> int:

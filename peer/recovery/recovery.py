@@ -94,7 +94,7 @@ class Recovery:
         self._answered: list[Donor] = []
         """The peers that answered last."""
         self._passes = 0
-        """of the run that is under way, with the one that is"""
+        """of catching up with the head of donors, in the run that is under way"""
 
     async def run(self) -> Recovered | None:
         """Catch up with the furthest donor; None if nothing was missing.
@@ -109,14 +109,15 @@ class Recovery:
         ahead: list[Donor] = []
         if not (self._on_the_log() or replica.is_disproved) and await replica.rewind():
             self._report_rewound(before)
-        for self._passes in range(1, MAX_PASSES + 1):
-            now_ahead = await self._donors_ahead()
-            if not now_ahead or (snapshot is None and self._is_published(now_ahead)):
+        self._passes = 0
+        while now_ahead := await self._donors_ahead():
+            if snapshot is None and self._is_published(now_ahead):
                 break
+            if self._passes >= MAX_PASSES:
+                raise NoDonor("the log moves on faster than this replica can follow")
+            self._passes += 1
             ahead = now_ahead
             snapshot = await self._pass_by_all(ahead, used, snapshot)
-        else:
-            raise NoDonor("the log moves on faster than this replica can follow")
         await self._fill_certificates(self._answered)
         if replica.is_ledger:
             await self._fill_gaps(ahead if used or snapshot is not None else self._answered)
@@ -145,11 +146,15 @@ class Recovery:
             self._told_disproved = self._replica.diverged
             self._on_event("error", notices.state_disproved(reason=self._told_disproved))
 
+    @property
+    def _is_published_to(self) -> bool:
+        """Return whether this is the coordinator's log, to which peers publish."""
+        return self._replica.is_ledger and not self._replica.follows
+
     def _is_published(self, ahead: Sequence[Donor]) -> bool:
         """Return whether peers publish to this ledger what it lacks, each entry with its body."""
         replica = self._replica
-        is_published_to = replica.is_ledger and not replica.follows
-        if not is_published_to or not (replica.is_current or replica.diverged):
+        if not self._is_published_to or not (replica.is_current or replica.diverged):
             return False
         if self._is_before_base():  # peers publish the entries of their own epoch alone
             return False
@@ -193,15 +198,17 @@ class Recovery:
 
     async def _donors_ahead(self) -> list[Donor]:
         """Return those at this replica's epoch that have what it lacks, the furthest first."""
+        return await self._peers_ahead() or await self._ask_last()
+
+    async def _peers_ahead(self, beyond: int = 0) -> list[Donor]:
+        """Return the peers that are ahead, and `beyond` a position that will be reached soon."""
         for some in await self._sources():
             donors = await self._ask_all(some)
-            ahead = self._ahead(donors)
+            ahead = self._ahead(donors, beyond)
             # Answers without anything new end the search, unless this replica cannot stay here.
             if ahead or (donors and not self._is_lost()):
-                break
-        else:
-            ahead = []
-        return ahead or await self._ask_last()
+                return ahead
+        return []
 
     async def _helpers(self, donors: Sequence[Donor]) -> list[Donor]:
         """Return the fallback, which is in no round, if it answers and is no donor already."""
@@ -241,15 +248,16 @@ class Recovery:
         self._answered = donors
         return donors
 
-    def _ahead(self, donors: Sequence[Donor]) -> list[Donor]:
+    def _ahead(self, donors: Sequence[Donor], beyond: int = 0) -> list[Donor]:
         replica = self._replica
         if replica.opened is None:
             return []
         is_lost, now = self._is_lost(), asyncio.get_running_loop().time()
+        position = max(replica.position, beyond)  # commits have come meanwhile
         ahead = [
             d
             for d in donors
-            if d.head.epoch == replica.epoch and (d.head.position > replica.position or is_lost)
+            if d.head.epoch == replica.epoch and (d.head.position > position or is_lost)
         ]
         resting = {name for name, rest in self._resting.items() if now < rest.until}
         rested = [d for d in ahead if d.name not in resting]
@@ -276,7 +284,7 @@ class Recovery:
 
     async def _learn_epoch(self, head: Head) -> None:
         replica = self._replica
-        if replica.is_ledger and not replica.follows:
+        if self._is_published_to:
             return  # the coordinator opens the epochs: another's would void what it has
         if head.epoch > replica.epoch or (head.epoch_record and replica.opened is None):
             with suppress(LogError):  # not signed by the run's key: the head may still be right
@@ -326,31 +334,79 @@ class Recovery:
             if replica.is_ledger:
                 raise
             return False
-        gives_way = restored and self._passes <= PASSES_GIVING_WAY
-        if gives_way:
-            donors = [*donors, *await self._helpers(donors)]
-        entries = [claim.entry for claim in claims]
-        async with self._bodies(entries, donors, gives_way=gives_way) as bodies:
-            for claim in claims:
-                if not replica.is_disproved and await self._apply(claim, bodies, used):
-                    used.add(furthest.name)  # an entry may have no body that anybody gives
+        missing = _Missing.of(claims, furthest)
+        async with self._bodies() as bodies:
+            await self._add(bodies, claims, donors, is_new=restored)
+            await self._apply_all(missing, bodies, used, is_new=restored)
         return bool(claims)
 
-    def _bodies(
-        self, entries: Sequence[Entry], donors: Sequence[Donor], *, gives_way: bool = False
-    ) -> Bodies:
-        """Return the bodies, for which rounds wait unless this `gives_way`, as a newcomer does.
+    def _bodies(self) -> Bodies:
+        return Bodies(compute=self._replica.compute, on_failure=self._on_failure)
+
+    async def _add(
+        self, bodies: Bodies, claims: Sequence[Claim], donors: Sequence[Donor], *, is_new: bool
+    ) -> None:
+        """Begin to fetch the bodies of entries; a newcomer gives way to the rounds of donors.
 
         A peer that is behind does not, and a newcomer only for some passes: the next contribution
         depends on them, and where rounds follow each other quickly it would never draw level.
         """
-        return Bodies(
-            entries,
-            donors,
-            compute=self._replica.compute,
-            on_failure=self._on_failure,
-            gives_way=gives_way,
-        )
+        gives_way = is_new and self._passes <= PASSES_GIVING_WAY
+        if gives_way:
+            donors = [*donors, *await self._helpers(donors)]
+        bodies.add([claim.entry for claim in claims], donors, gives_way=gives_way)
+
+    async def _apply_all(
+        self,
+        missing: _Missing,
+        bodies: Bodies,
+        used: set[str],
+        *,
+        is_new: bool,
+        install: Callable[[], Awaitable[None]] | None = None,
+    ) -> None:
+        """Apply entries, after a state, and those that donors have once all bodies are here.
+
+        Else the link would be idle while a state is installed and the last bodies are applied.
+        """
+        async with Tasks() as tasks:
+            while True:
+                newer = tasks.spawn(self._newer(missing, bodies, is_new=is_new))
+                if install is not None:
+                    await install()
+                    install = None
+                for claim in missing.claims:
+                    if await self._apply(claim, bodies, used):
+                        used.add(missing.giver)  # an entry may have no body that anybody gives
+                # Where commits came instead of bodies, those are not waited for.
+                if not (newer.done() or bodies.are_here):
+                    return
+                missing = await newer
+                if not missing.claims:
+                    return
+
+    async def _newer(self, missing: _Missing, bodies: Bodies, *, is_new: bool) -> _Missing:
+        """Return what comes after the last entry once all bodies are here, and fetch its bodies.
+
+        Whatever stands in the way is left to the next pass.
+        """
+        await bodies.have_come()
+        replica, last = self._replica, missing.last
+        if last is None or self._is_published_to or self._passes >= MAX_PASSES:
+            return _Missing()
+        ahead = await self._peers_ahead(last.position + 1)
+        opened = replica.opened
+        if not ahead or opened is None or last.position < opened.base_position:
+            return _Missing()
+        try:
+            claims = await self._claims(ahead[0], last.position + 1, place_after(last))
+        except FETCH_ERRORS:
+            self._let_rest(ahead[0])
+            return _Missing()
+        if claims:
+            self._passes += 1
+            await self._add(bodies, claims, ahead, is_new=is_new)
+        return _Missing.of(claims, ahead[0])
 
     def _on_failure(self, entry: Entry, donor: Donor, error: Exception) -> None:
         failed = notices.entry_failed(entry=entry.position, donor=donor.name, reason=str(error))
@@ -426,7 +482,7 @@ class Recovery:
     async def _apply(self, claim: Claim, bodies: Bodies, used: set[str]) -> bool:
         """Apply an entry; False if that is done."""
         entry, replica = claim.entry, self._replica
-        if replica.position > entry.position:
+        if replica.position > entry.position or replica.is_disproved:
             return False
         # Beside a state that is kept until its snapshot is written, the next one would take as much
         # memory again. The bodies after it come meanwhile.
@@ -517,13 +573,18 @@ class Recovery:
         position = fetched[0].position
         is_kept = any(donor.head.first_body <= position for donor in donors)
         after = [c for c in claims if is_kept and c.entry.position >= position]
-        entries = [claim.entry for claim in after]
-        async with self._bodies(entries, donors, gives_way=True) as bodies:
-            bodies.begin()
+        leads_on = after or (claims and claims[-1].entry.position < position)
+        missing = _Missing(
+            claims=after, giver=donors[0].name, last=claims[-1].entry if leads_on else None
+        )
+
+        async def install() -> None:
             await self._replica.install(fetched.pop(), claims, self._on_taken, signed=signed)
+
+        async with self._bodies() as bodies:
+            bodies.add([claim.entry for claim in after], donors, gives_way=True)
             with suppress(NoDonor):
-                for claim in after:
-                    await self._apply(claim, bodies, used)
+                await self._apply_all(missing, bodies, used, is_new=True, install=install)
 
     def _leads_on(self, position: int, donors: Sequence[Donor]) -> bool:
         """Return whether a donor has all updates from a state on, up to where the epoch began."""
@@ -589,7 +650,8 @@ class Recovery:
         """Fetch the bodies of stored entries, the newest first; False once nobody gives one."""
         records = self._replica.store.headers(start, stop - start)
         entries = [Entry.decode(record.entry) for record in reversed(records)]
-        async with self._bodies(entries, donors) as bodies:
+        async with self._bodies() as bodies:
+            bodies.add(entries, donors)
             for entry in entries:
                 try:
                     body = await bodies.of(entry)
@@ -611,6 +673,22 @@ class Recovery:
                     else:
                         continue
                     break
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Missing:
+    """Entries that are applied next."""
+
+    claims: Sequence[Claim] = ()
+    giver: str = ""
+    """PeerID of the donor of their headers"""
+    last: Entry | None = None
+    """the last of them, or the one before the state that is installed; None: look no further"""
+
+    @classmethod
+    def of(cls, claims: Sequence[Claim], giver: Donor) -> _Missing:
+        """Return the entries whose headers a donor gave."""
+        return cls(claims=claims, giver=giver.name, last=claims[-1].entry if claims else None)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,7 +22,7 @@ from typing import Any, TypeVar, cast
 from atoll.coordinator.copies.beside import copying
 from atoll.coordinator.copies.sealing import RecoveryKey
 from atoll.coordinator.copies.target import Superseded
-from atoll.coordinator.invites import issue
+from atoll.coordinator.invites import InviteDesk, issue
 from atoll.coordinator.rpc.client_errors import Evicted
 from atoll.coordinator.run.files import known_peers
 from atoll.coordinator.run.invite import Invite
@@ -272,11 +272,17 @@ class CoordinatorMachine(Machine):
             head = up.coordinator.log.head()
             if not self.tainted:
                 world.audit.reopened(self, head.epoch, head.position)
-            is_first, world.invite = world.invite is None, self._told(up.invite)
-            if is_first:
+            world.invite = self._told(up.invite)
+            if not self._knows_keepers():
                 _, world.keeper_token = issue(self.disk.folder, kind="keeper")
             async with copying(up, self.copies) as copies:
                 await (asyncio.Event().wait() if copies is None else copies.run())
+
+    def _knows_keepers(self) -> bool:
+        """Return whether the invite for keepers is known: a copy may be older."""
+        if self is not self.world.coordinator:
+            return True
+        return InviteDesk(self.disk.folder, b"").kind_of(self.world.keeper_token) == "keeper"
 
     def _told(self, invite: Invite) -> Invite:
         """Return the invite that newcomers get: of the coordinator that was restored last."""
@@ -365,13 +371,13 @@ class PeerMachine(Machine):
         self._given = None
 
     async def _invite(self) -> Invite:
-        while self.world.invite is None:
+        while (newest := self.world.invite) is None:
             await asyncio.sleep(1.0)
-        self._given = invite = self._given or self.world.invite
+        if self.habits.is_keeper:
+            newest = replace(newest, token=self.world.keeper_token)
+        self._given = given = self._given or newest
         self._waits_since_s = self.world.now()
-        if not self.habits.is_keeper:
-            return invite
-        return replace(invite, token=self.world.keeper_token)
+        return given
 
     def renew_invite(self) -> None:
         """Get the newest invite, if the one in use has led nowhere: it names old addresses alone.
@@ -379,11 +385,15 @@ class PeerMachine(Machine):
         A peer that has joined once knows other peers, which know where the coordinator is, unless
         that began with a copy that names none of them.
         """
-        is_old = self.is_up and self._given not in (None, self.world.invite)
-        if not is_old or self.world.now() < self._waits_since_s + RENEWS_S:
+        given, world = self._given, self.world
+        if not self.is_up or given is None or world.invite is None:
+            return
+        if world.now() < self._waits_since_s + RENEWS_S:
             return
         has_joined = self.peer is not None or PeerPaths(root=self.disk.folder).run.exists()
-        if self.world.coordinator.names_nobody or not has_joined:
+        is_lost = world.coordinator.names_nobody or not has_joined
+        is_old = is_lost and replace(given, token=world.invite.token) != world.invite
+        if is_old or (self.habits.is_keeper and given.token != world.keeper_token):
             self.world.say(f"{self.name} gets another invite")
             self.crash(lost_power=False)
             self._given = None

@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import msgpack
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
@@ -36,6 +38,20 @@ def test_expired_is_refused_even_when_known() -> None:
     now = 2100.0
     with pytest.raises(AdmissionRefused, match="expired 100 s ago"):
         check("peer", CREDENTIAL)
+
+
+def test_a_late_coordinator_may_say_where_it_is_and_nothing_else() -> None:
+    """Its predecessor's clock was ahead, and has set those of all peers."""
+    coordinator = replace(ADMISSION, role="coordinator").sign(KEY)
+    check_at(9000)("peer", coordinator, use="relocation")
+    for use in ("", "relocation2", "ping", "relocation@stage-1"):
+        with pytest.raises(AdmissionRefused, match="expired"):
+            check_at(9000)("peer", coordinator, use=use)
+    with pytest.raises(AdmissionRefused, match="expired"):
+        check_at(9000)("peer", CREDENTIAL, use="relocation")
+    out = AdmissionCheck(PUBLIC, RUN, clock=lambda: 9000.0, is_evicted=lambda peer_id: True)
+    with pytest.raises(AdmissionRefused, match="evicted"):
+        out("peer", coordinator, use="relocation")
 
 
 def test_the_credential_of_another_peer_is_refused() -> None:

@@ -111,13 +111,12 @@ async def at_once(function, *arguments):
 
 
 def bodies_of(entries, donors, failures, *, gives_way=False):
-    return Bodies(
-        entries,
-        donors,
+    some = Bodies(
         compute=at_once,
         on_failure=lambda entry, donor, error: failures.append((donor.name, str(error))),
-        gives_way=gives_way,
     )
+    some.add(entries, donors, gives_way=gives_way)
+    return some
 
 
 async def take_all(entries, donors, failures, *, gives_way=False):
@@ -281,7 +280,6 @@ def test_what_nobody_had_ahead_of_its_turn_is_asked_for_again():
         entries = [entry(p) for p in range(3)]
         async with bodies_of(entries, [donor(source)], failures) as some:
             source.gives = False
-            some.begin()
             await asyncio.sleep(2 * FETCH_S)
             assert {name for name, _ in failures} == {"x"}
             source.gives = True

@@ -109,6 +109,43 @@ class SendsOtherBodies(LogSource):
         into[:] = bytes(len(into))
 
 
+class Advances(LogSource):
+    """Tells of entries up to a position, and of two more once it has been asked for `after`."""
+
+    told, after = 7, 6
+    is_asked: threading.Event
+    """for a body that it did not tell of at first"""
+
+    def __init__(self, *given: Any, **named: Any) -> None:
+        super().__init__(*given, **named)
+        self.is_asked = threading.Event()
+        self.headers_from = list[int]()
+
+    async def head(self) -> Head:
+        return (await super().head()).model_copy(update={"position": self.told})
+
+    async def headers(self, start: int, stop: int) -> list[Decided]:
+        self.headers_from.append(start)
+        return await super().headers(start, stop)
+
+    async def body(
+        self, position: int, start: int, into: memoryview, *, gives_way: bool = False
+    ) -> None:
+        await super().body(position, start, into)
+        if position == self.after:
+            self.told = 9
+        if position == 7:
+            self.is_asked.set()
+
+
+def waits_for(asked: threading.Event, work: Any, when: Any = lambda *given: True) -> Any:
+    def waiting(*given: Any) -> Any:
+        assert not when(*given) or asked.wait(10.0)
+        return work(*given)
+
+    return waiting
+
+
 def test_leaves_of_a_failed_donor_are_asked_of_others(log: Log) -> None:
     first, second = donor(log, "a", kind=BreaksOff), donor(log, "b")
     recovered, told = recover(log, first, second)
@@ -173,6 +210,42 @@ def test_bodies_come_while_the_state_before_them_is_put_in_place(
     monkeypatch.setattr(log.late, "install", waiting)
     recovered, told = recover(log, donor(log, "a", kind=TellsOfBodies))
     assert recovered is not None and recovered.snapshot_position == 6 and told == []
+    expect_caught_up(log)
+
+
+def test_later_entries_come_while_the_last_one_is_applied(
+    log: Log, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the link idles until the next look."""
+    source = Advances(log, name="a", first_body=0, snapshots=())
+    slow = waits_for(source.is_asked, log.late.accept, lambda claim, body: claim.entry.position > 5)
+    monkeypatch.setattr(log.late, "accept", slow)
+    recovered, told = recover(log, source)
+    assert recovered is not None and (recovered.entries, recovered.donors) == (8, ("a",))
+    assert source.headers_from == [1, 7] and told == []
+    expect_caught_up(log)
+
+
+def test_a_donor_that_forges_later_entries_is_left_for_another(log: Log) -> None:
+    class ForgesLater(Advances):
+        async def headers(self, start: int, stop: int) -> list[Decided]:
+            sent = await super().headers(start, stop)
+            other = Decided(entry=sent[-1].entry, certificate=sent[0].certificate)
+            return [*sent[:-1], other] if start > 1 else sent
+
+    liar = ForgesLater(log, name="a", first_body=0, snapshots=())
+    honest = Advances(log, name="b", first_body=0, snapshots=())
+    liar.after = honest.after = 0  # of an entry that is here: they tell all from the next look on
+    honest.told = 6
+
+    async def slow_body(position: int, start: int, into: memoryview, **named: Any) -> None:
+        await Advances.body(honest, position, start, into, **named)
+        honest.told = liar.told = 9
+
+    honest.body = slow_body  # type: ignore[method-assign]
+    recovered, told = recover(log, liar, honest)
+    assert recovered is not None and recovered.to_position == 9
+    assert 7 in liar.headers_from and 7 in honest.headers_from and told == []
     expect_caught_up(log)
 
 

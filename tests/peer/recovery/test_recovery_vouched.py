@@ -2,6 +2,7 @@
 
 import asyncio
 import functools
+import threading
 
 import pytest
 
@@ -118,6 +119,37 @@ def test_the_newest_state_is_taken_on_the_word_of_the_runs_key(joiner):
     log = joiner.log
     recovered = joiner.recover([peer(log)], Coordinator(log, {6: log.states[6], 8: log.states[8]}))
     assert recovered.snapshot_position == 8 and recovered.donors == ("a",)
+    assert joiner.stands_right()
+
+
+def test_entries_decided_since_come_while_the_state_is_put_in_place(joiner, monkeypatch):
+    """Else the link idles while it is hashed and written, and until the next look."""
+
+    class Advances(LogSource):
+        told, asked = 8, threading.Event()
+
+        async def head(self):
+            return (await super().head()).model_copy(update={"position": self.told})
+
+        async def leaves(self, position, indices):
+            async for leaf in super().leaves(position, indices):
+                yield leaf
+            self.told = 9
+
+        async def body(self, position, start, into, *, gives_way=False):
+            await super().body(position, start, into)
+            self.asked.set()
+
+    log, install = joiner.log, joiner.replica.core.install
+    source = Advances(log, name="a", first_body=6, snapshots=(6, 8))
+
+    def waiting(*given):
+        assert source.asked.wait(10.0)
+        return install(*given)
+
+    monkeypatch.setattr(joiner.replica.core, "install", waiting)
+    recovered = joiner.recover([source], Coordinator(log, {8: log.states[8]}))
+    assert (recovered.snapshot_position, recovered.entries) == (8, 1)
     assert joiner.stands_right()
 
 

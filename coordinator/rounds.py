@@ -25,7 +25,7 @@ from atoll.optim.log.entry import Entry
 from atoll.optim.log.store import LogStore
 
 KEPT_OPEN = 64  # newest rounds that still accept reports
-_AHEAD = 1024  # positions beyond the log, which may be behind, for which reports are kept
+AHEAD = 1024  # positions beyond the log, which may be behind, for which reports are kept
 _RECENT = 8  # rounds that the interval is measured over
 
 
@@ -135,7 +135,7 @@ class RoundHistory:
             at_s: time of its arrival by the run's clock; not needed with a log.
         """
         newest = self._newest[-1].position if self._newest else 0
-        if not newest - KEPT_OPEN <= trace.position < newest + _AHEAD:
+        if not newest - KEPT_OPEN <= trace.position < newest + AHEAD:
             return
         current = self._open.setdefault(trace.position, OpenRound())
         if peer_id in current.traces:

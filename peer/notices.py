@@ -233,9 +233,9 @@ def coordinator_found(*, addresses: Sequence[str], reason: str) -> str:
 @event("coordinator.lacks_entry")
 def coordinator_lacks(*, entry: int) -> str:
     return (
-        f"the coordinator lacks entry {entry}, whose body was pruned here to stay "
-        "within round.log_mb; if no peer has kept it, the coordinator resumes from a "
-        "snapshot"
+        f"the coordinator lacks entry {entry}, whose body is not here any more (pruned to stay "
+        "within round.log_mb, or damaged on the disk); if no peer has it, the coordinator resumes "
+        "from a snapshot"
     )
 
 

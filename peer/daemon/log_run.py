@@ -42,7 +42,7 @@ from atoll.optim.log.entry import (
     verify_key,
 )
 from atoll.optim.log.live_replica import LiveReplica, Recovered, RecoveryError
-from atoll.optim.log.mending import mend
+from atoll.optim.log.mending import checked_body, mend
 from atoll.optim.log.module import Module, log_id
 from atoll.optim.log.orders import RunSettings, read_order
 from atoll.optim.log.replay import Replay
@@ -538,7 +538,9 @@ class Publisher:
         if record is None or not record.certificate:
             return False
         try:
-            body = await self._env.compute(self._replica.store.body, position)
+            # Checked: one that the disk has spoiled is dropped here, and asked of others. Sent as
+            # it is, it would be refused and sent again for ever, as if this peer had it.
+            body = await self._env.compute(_whole_body, self._replica.store, position)
         except NotStored:
             if not self._reported_pruned:  # once: each answer asks for the same entry again
                 self._env.report("warning", notices.coordinator_lacks(entry=position))
@@ -561,6 +563,10 @@ class Publisher:
             self._num_on_their_way -= 1
         self.note_head(published.head)
         return published.head.position > position
+
+
+def _whole_body(store: LogStore, position: int) -> bytes:
+    return b"".join(checked_body(store, position))
 
 
 class CatchingUp:

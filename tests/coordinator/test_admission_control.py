@@ -16,7 +16,7 @@ from atoll.coordinator.admission_control import (
     SessionTerms,
 )
 from atoll.coordinator.history import EventLog, History
-from atoll.coordinator.invites import InviteDesk, issue, revoke
+from atoll.coordinator.invites import USES_FILE, InviteDesk, issue, revoke
 from atoll.coordinator.policies import REPORT_BURST
 from atoll.coordinator.presence import MAX_PEERS
 from atoll.coordinator.rpc.messages import NONCE_TTL_S, PROTOCOL, join_payload
@@ -207,6 +207,24 @@ def test_an_invite_for_keepers_makes_keepers_for_good(tmp_path: Path, clock: Clo
     again = control(tmp_path, clock, keys, has_keepers=True)
     assert join(again, keys.token, keeper).role == "keeper"
     assert again.role_of(keeper.peer_id, "trainer") == "keeper"
+
+
+def test_a_keeper_stays_one_where_its_join_is_forgotten(tmp_path: Path, clock: Clock) -> None:
+    """Restored from a copy that is older than the join; the session goes on."""
+    keys, keeper = RunKeys.generate(), Identity.ephemeral()
+    admission = control(tmp_path, clock, keys, has_keepers=True)
+    name, token = issue(tmp_path, kind="keeper")
+    assert join(admission, token, keeper).role == "keeper"
+    terms = SessionTerms(invite=name)
+    session = admission._sessions.session(keeper.peer_id, 2000.0, terms)
+    (tmp_path / USES_FILE).unlink()
+    restored = control(tmp_path, clock, keys, has_keepers=True)
+    restored.authenticate(keeper.peer_id, session)
+    assert restored.role_of(keeper.peer_id, "trainer") == "keeper"
+    _, other = issue(tmp_path, kind="trainer")
+    trainer = Identity.ephemeral()
+    join(restored, other, trainer)
+    assert restored.role_of(trainer.peer_id, "keeper") == "trainer"
 
 
 def test_nobody_is_a_keeper_by_its_own_word(tmp_path: Path, clock: Clock) -> None:

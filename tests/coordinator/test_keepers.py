@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from unittest.mock import patch
 
+import pytest
+
 from atoll.coordinator import kept_log
 from atoll.coordinator.coordinator import Coordinator
 from atoll.coordinator.heads import PeerHead
-from atoll.coordinator.invites import evict, issue
+from atoll.coordinator.invites import INVITES_FILE, USES_FILE, evict, issue
 from atoll.coordinator.policies import KEEPER_WAIT_S, STALL_S
 from atoll.coordinator.report.plain import render_status
 from atoll.coordinator.report.view import waits_for
 from atoll.coordinator.rpc.client import CoordinatorClient
+from atoll.coordinator.rpc.client_errors import NotWelcome
 from atoll.coordinator.run.spec import RunSpec
 from atoll.coordinator.run.status import PeerStatus
 from atoll.dht import Identity
@@ -283,3 +287,29 @@ def test_a_keeper_that_lost_its_disk_votes_from_the_next_epoch_on(tmp_path: Path
             assert len(electors) == 3
 
     kit.run(main())
+
+
+def test_a_keeper_whose_invite_is_forgotten_does_not_train(tmp_path: Path) -> None:
+    """The coordinator was restored from a copy that is older than the invite; anybody may train."""
+    spec = RunSpec.from_dict(
+        SPEC.model_dump() | {"coordinator": SPEC.coordinator.model_dump() | {"invite_only": False}}
+    )
+
+    async def main() -> None:
+        async with kit.net(tmp_path, spec=spec) as net:
+            _, token = issue(tmp_path, kind="keeper")
+            keeper = net.swarm.identities[0]
+            invite = replace(net.up.invite, token=token)
+            running = CoordinatorClient(invite, keeper)
+            net.stack.push_async_callback(running.close)
+            assert (await running.join()).role == "keeper"
+            for kept in (INVITES_FILE, USES_FILE):
+                (tmp_path / kept).write_text("{}")
+            started = CoordinatorClient(invite, keeper, was_keeper=True)
+            net.stack.push_async_callback(started.close)
+            for client in (running, started):
+                with pytest.raises(NotWelcome, match="does not know this keeper any more"):
+                    await client.join()
+            assert (await net.client(1).join()).role == "trainer"
+
+    asyncio.run(main())

@@ -21,6 +21,7 @@ from atoll.optim.log.orders import Order, OrderBook, RunSettings
 from atoll.optim.log.store import LogStore
 from atoll.optim.reduction.contribution import Feedback, Offer
 from atoll.optim.state.outer_state import OuterState
+from atoll.peer.daemon import log_run
 from atoll.peer.daemon.keeping import KeptBallots
 from atoll.peer.gossip.messages import Terms
 from atoll.peer.gossip.peer import GossipPeer, Known, Outcomes
@@ -89,6 +90,7 @@ def _unverified_body() -> Broken:
         (replica, "split_body", lambda entry, body: []),
         (fetching, "checked_body", unchecked),
         (service, "checked_body", unchecked),
+        (log_run, "checked_body", unchecked),
     ]
 
 

@@ -13,6 +13,7 @@ import asyncio
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from atoll.coordinator.rounds import AHEAD, KEPT_OPEN
 from atoll.coordinator.run.status import EVENTS, HISTORY
 from atoll.dht.testing.memory import MemoryNetwork, MemoryStream, MemoryTransport
 from atoll.optim.log.entry import Entry
@@ -44,6 +45,7 @@ MOST_ITEMS = {
     "Repeats._said": KEPT_KEYS,
     "ReportedRounds._newest": HISTORY,
     "RoundHistory._newest": HISTORY,
+    "RoundHistory._open": KEPT_OPEN + AHEAD,
     # samples of the link, ten a second while a reduction lasts, whose deadline is minutes away
     "Link._stretches[]": 6000,
     "LossMean.newest": MOST_NEWEST,

@@ -37,7 +37,7 @@ LANDMARK_EVERY = 10  # one checkpoint in this many is never removed: the run's c
 
 
 @dataclass(frozen=True)
-class _Held:
+class _HeldState:
     """Where a log stood, with a state that stays as it is until it is released."""
 
     standing: ReplicaStanding
@@ -127,7 +127,7 @@ class Checkpointing:
         if before is not None:
             await before  # one at a time: each holds a copy of the model
         try:
-            at = await asyncio.to_thread(self._write_states, await self._held())
+            at = await asyncio.to_thread(self._write_states, await self._kept())
             self._report("info", self._told(at))
             self._on_written([self.path(*each) for each in at.items()])
             await asyncio.to_thread(self._remove_old)
@@ -138,14 +138,14 @@ class Checkpointing:
             text = f"no checkpoint written: {error!r}"
             self._report("error", notices.checkpoint_failed(reason=text))
 
-    async def _held(self) -> Mapping[str, _Held]:
+    async def _kept(self) -> Mapping[str, _HeldState]:
         """Keep the states of all modules as they are at one moment, each until it is released."""
         while True:
-            held = dict[str, _Held]()
+            held = dict[str, _HeldState]()
             try:
                 for name, replica in self._replicas.items():
                     at = replica.standing  # read once: the log may move on meanwhile
-                    held[name] = _Held(at, _state_of(at).keep())
+                    held[name] = _HeldState(at, _state_of(at).keep())
             except StateGone:  # it has moved on: then there is another one soon
                 _release(held)
                 await asyncio.sleep(MOVES_ON_S)
@@ -155,7 +155,7 @@ class Checkpointing:
             else:
                 return held
 
-    def _write_states(self, held: Mapping[str, _Held]) -> Mapping[str, int]:
+    def _write_states(self, held: Mapping[str, _HeldState]) -> Mapping[str, int]:
         """Write a set of states, and release each; return their positions."""
         try:
             at = {name: each.standing.head.position for name, each in held.items()}
@@ -208,7 +208,7 @@ class Checkpointing:
                 delete_checkpoint(self.path(module, position), replica.run_id)
 
 
-def _release(held: Mapping[str, _Held]) -> None:
+def _release(held: Mapping[str, _HeldState]) -> None:
     for each in held.values():
         each.release()
 

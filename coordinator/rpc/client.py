@@ -35,7 +35,7 @@ from atoll.coordinator.rpc.messages import (
     PROTOCOL,
     join_payload,
 )
-from atoll.coordinator.run.admission import AdmissionCheck, AdmissionRefused, Role
+from atoll.coordinator.run.admission import Admission, AdmissionCheck, AdmissionRefused, Role
 from atoll.coordinator.run.eviction import Evictions, EvictionsInvalid
 from atoll.coordinator.run.invite import Invite
 from atoll.coordinator.run.releases import MAX_RELEASE_CHARS
@@ -296,6 +296,8 @@ class CoordinatorClient(StatusClient):
         self._epoch = reply.epoch or self._epoch
         self._take_evicted(reply.evicted)
         self._take_relocation(reply.relocation)
+        if reply.admission:  # a new one, now and then
+            self._open_admission(reply.admission)
         return Beat(
             epoch=self._epoch,
             head=_head(reply.head),
@@ -468,21 +470,9 @@ class CoordinatorClient(StatusClient):
             raise BadReply(f"{error}; use the organiser's version of Atoll") from None
         if bytes.fromhex(run_id(spec, self.invite.run_key)) != self.invite.run_id:
             raise BadReply("expected the spec of the invite's run, got another")
-        try:
-            check = AdmissionCheck(self.invite.run_key, self.invite.run_id, clock=self.now_s)
-            admission = check.check(self._identity.peer_id, reply.admission)
-        except AdmissionRefused as error:
-            raise BadReply(f"the coordinator sent an invalid admission: {error.message}") from None
+        admission = self._open_admission(reply.admission)
         if reply.module not in spec.modules:
             raise BadReply(f"expected a module of the run, got {reply.module[:64]!r}")
-        if self._was_keeper and admission.role != "keeper":  # it was restored from an older copy
-            raise NotWelcome(
-                grpc.StatusCode.PERMISSION_DENIED,
-                "the coordinator does not know this keeper any more; ask the organiser for "
-                "another one (`atoll invite --role keeper`), and start it with that. A trainer "
-                "needs a folder of its own (--state-dir)",
-            )
-        self._was_keeper = admission.role == "keeper"
         return Joined(
             spec=spec,
             module=reply.module,
@@ -496,6 +486,28 @@ class CoordinatorClient(StatusClient):
             clock_offset_s=self.clock_offset_s,
             heartbeat_s=min(max(reply.heartbeat_s, 0.1), MAX_HEARTBEAT_S),
         )
+
+    def _open_admission(self, credential: bytes) -> Admission:
+        """Return an admission of this peer; what was a keeper takes none of another role.
+
+        A coordinator that was restored from an older copy may not know its invite. With its session
+        it would count as a trainer there, so that goes too.
+        """
+        try:
+            check = AdmissionCheck(self.invite.run_key, self.invite.run_id, clock=self.now_s)
+            admission = check.check(self._identity.peer_id, credential)
+        except AdmissionRefused as error:
+            raise BadReply(f"the coordinator sent an invalid admission: {error.message}") from None
+        if self._was_keeper and admission.role != "keeper":
+            self._session = b""
+            raise NotWelcome(
+                grpc.StatusCode.PERMISSION_DENIED,
+                "the coordinator does not know this keeper any more; ask the organiser for "
+                "another invite (`atoll invite --role keeper`), and start it with that. A trainer "
+                "needs a folder of its own (--state-dir)",
+            )
+        self._was_keeper = admission.role == "keeper"
+        return admission
 
     async def _offer(self, header: pb.PublishHeader, body: memoryview) -> pb.PublishReply:
         async def call(channel: Any) -> pb.PublishReply:  # noqa: ANN401

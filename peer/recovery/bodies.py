@@ -122,11 +122,6 @@ class Bodies:
         """Wait until all bodies are here, so that the links of donors and this one are idle."""
         await self._have_come.wait()
 
-    @property
-    def are_here(self) -> bool:
-        """Return whether no body is missing."""
-        return self._have_come.is_set()
-
     async def of(self, entry: Entry) -> Body:
         """Return the body of an entry.
 

@@ -378,10 +378,9 @@ class Recovery:
                 for claim in missing.claims:
                     if await self._apply(claim, bodies, used):
                         used.add(missing.giver)  # an entry may have no body that anybody gives
-                # Where commits came instead of bodies, those are not waited for.
-                if not (newer.done() or bodies.are_here):
-                    return
-                missing = await newer
+                # Who has not answered by now, or a body that came as a commit, is not waited for:
+                # the next pass asks all again.
+                missing = newer.result() if newer.done() else _Missing()
                 if not missing.claims:
                     return
 
@@ -391,22 +390,38 @@ class Recovery:
         Whatever stands in the way is left to the next pass.
         """
         await bodies.have_come()
-        replica, last = self._replica, missing.last
+        last = missing.last
         if last is None or self._is_published_to or self._passes >= MAX_PASSES:
             return _Missing()
-        ahead = await self._peers_ahead(last.position + 1)
-        opened = replica.opened
-        if not ahead or opened is None or last.position < opened.base_position:
-            return _Missing()
+        with suppress(*FETCH_ERRORS):
+            ahead = await self._peers_ahead(last.position + 1)
+            if ahead and self._leads_to_next(last):
+                return await self._fetch_after(last, ahead, bodies, is_new=is_new)
+        return _Missing()
+
+    def _leads_to_next(self, last: Entry) -> bool:
+        """Return whether an entry that is about to be applied is the one before the next.
+
+        Meanwhile an epoch may have opened, which voids it or which it is before, and commits may
+        have led beyond it.
+        """
+        replica = self._replica
+        opened, is_last = replica.opened, replica.position <= last.position + 1
+        return opened is not None and last.epoch == opened.epoch and is_last
+
+    async def _fetch_after(
+        self, last: Entry, ahead: Sequence[Donor], bodies: Bodies, *, is_new: bool
+    ) -> _Missing:
         try:
             claims = await self._claims(ahead[0], last.position + 1, place_after(last))
         except FETCH_ERRORS:
             self._let_rest(ahead[0])
-            return _Missing()
-        if claims:
+            raise
+        if claims and self._leads_to_next(last):
             self._passes += 1
             await self._add(bodies, claims, ahead, is_new=is_new)
-        return _Missing.of(claims, ahead[0])
+            return _Missing.of(claims, ahead[0])
+        return _Missing()
 
     def _on_failure(self, entry: Entry, donor: Donor, error: Exception) -> None:
         failed = notices.entry_failed(entry=entry.position, donor=donor.name, reason=str(error))

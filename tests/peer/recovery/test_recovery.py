@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 import time
 import weakref
@@ -223,6 +224,78 @@ def test_later_entries_come_while_the_last_one_is_applied(
     recovered, told = recover(log, source)
     assert recovered is not None and (recovered.entries, recovered.donors) == (8, ("a",))
     assert source.headers_from == [1, 7] and told == []
+    expect_caught_up(log)
+
+
+def test_an_epoch_that_opens_meanwhile_is_no_fault_of_the_donor(
+    log: Log, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It voids the last entries under way, so what comes after them there has another chain."""
+    accept, turned = log.late.accept, asyncio.Event()
+    turn = log.open("turn")
+    turn.adopt(log.whole.epoch_record)
+    for claim, body in log.entries[:5]:
+        turn.accept(claim, body)
+    turn.open_epoch(log.swarm.electors(), log.keys.sign)
+
+    class Turns(Advances):
+        async def head(self) -> Head:
+            head = await super().head()
+            if self.told == 9:  # it has heard of the epoch
+                turned.set()
+                return head.model_copy(
+                    update={"epoch": turn.epoch, "epoch_record": turn.epoch_record}
+                )
+            return head
+
+    def slowly(claim: Any, body: Any) -> Any:
+        if claim.entry.position == 6:
+            time.sleep(0.3)
+        return accept(claim, body)
+
+    monkeypatch.setattr(log.late, "accept", slowly)
+    source = Turns(log, name="a", first_body=0, snapshots=())
+    with contextlib.suppress(NoDonor, TimeoutError):  # nobody here has the entries of the epoch
+        recover(log, source)
+    assert turned.is_set() and log.late.epoch == turn.epoch
+    assert 7 not in source.headers_from
+    turn.store.close()
+
+
+def test_commits_that_come_while_donors_are_asked_are_not_fetched(log: Log) -> None:
+    fetched = list[int]()
+
+    async def main() -> None:
+        live = LiveReplica(log.late, compute=asyncio.to_thread)
+
+        class Commits(Advances):
+            async def head(self) -> Head:
+                if self.told == 9:
+                    for claim, body in log.entries[live.position : 8]:
+                        await live.accept_claim(claim, body)
+                return await super().head()
+
+            async def body(self, position: int, *given: Any, **named: Any) -> None:
+                fetched.append(position)
+                await super().body(position, *given, **named)
+
+        source = Commits(log, name="a", first_body=0, snapshots=())
+
+        async def listed() -> Iterator[Sequence[Source]]:
+            return iter([[source]])
+
+        recovery = Recovery(
+            live,
+            listed,
+            genesis=asyncio.Event().wait,
+            stall_s=STALL_S,
+            on_event=lambda level, text: None,
+            on_progress=lambda what, left: None,
+        )
+        await asyncio.wait_for(recovery.run(), 20.0)
+
+    asyncio.run(main())
+    assert fetched == [*range(1, 7), 8]
     expect_caught_up(log)
 
 

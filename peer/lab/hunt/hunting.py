@@ -33,6 +33,7 @@ MEMORY = Path("/dev/shm")  # files of a simulation are small, and many are synce
 Result = TypeVar("Result")
 FOLDER_PREFIX = "hunt-"
 AT_ONCE = 2  # seeds that wait for each process
+STDERR = 2  # the file itself: `sys.stderr` may have been replaced by what has none
 ENDS = "a run ends"
 ENDS_S = 1800.0  # seconds of real time; a run of four virtual minutes takes less than one
 
@@ -169,7 +170,7 @@ def apart(function: Callable[..., Result], *arguments: object) -> Result:
     receiver, sender = get_context("fork").Pipe(duplex=False)
 
     def call() -> None:
-        faulthandler.dump_traceback_later(ENDS_S, exit=True)
+        faulthandler.dump_traceback_later(ENDS_S, exit=True, file=STDERR)
         sender.send(function(*arguments))
 
     child = get_context("fork").Process(target=call)

@@ -268,8 +268,7 @@ class AdmissionControl:
         terms = self._terms.get(peer_id, SessionTerms())
         if self._has_keepers and self._desk.is_keeper(peer_id, by=terms.invite):
             return "keeper"
-        is_follower = terms.is_follower
-        return "follower" if is_follower or claimed == "follower" else "trainer"
+        return "follower" if terms.is_follower or claimed == "follower" else "trainer"
 
     def authenticate(self, peer_id: str, session: bytes) -> None:
         """Raise Refusal unless this is a current session of the peer, by an invite that counts."""

@@ -38,7 +38,7 @@ LANDMARK_EVERY = 10  # one checkpoint in this many is never removed: the run's c
 
 @dataclass(frozen=True)
 class _HeldState:
-    """Where a log stood, with a state that stays as it is until it is released."""
+    """Keeps a state as it is until it is released, and says where its log stood."""
 
     standing: ReplicaStanding
     release: Callable[[], None]

@@ -127,10 +127,10 @@ class FollowerToRestore:
             beside = self.keys.parent / name
             if beside.is_file():
                 replace_private(partial / name, beside.read_bytes())
-        record, addresses = _last_place(self.folder), _known_addresses(self.folder)
-        if record:
+        kept = _kept(self.folder)
+        if record := _last_place(kept):
             replace_private(partial / RELOCATION_FILE, record)  # the next one counts more
-        if addresses:
+        if addresses := _known_addresses(kept):
             keep_known_peers(partial, addresses)
         # Events of the whole run; in a dense run, the rounds as well.
         _copy_database(self.folder / "history.db", partial / "history.db")
@@ -147,16 +147,16 @@ class FollowerToRestore:
             return store.head.position
 
 
-def _last_place(folder: Path) -> bytes:
+def _last_place(kept: dict[str, Any]) -> bytes:
     """Return the newest relocation that a follower knew; empty without one."""
     with suppress(ValueError, TypeError):
-        return bytes.fromhex(_kept(folder).get("relocation", ""))
+        return bytes.fromhex(kept.get("relocation", ""))
     return b""
 
 
-def _known_addresses(folder: Path) -> list[str]:
+def _known_addresses(kept: dict[str, Any]) -> list[str]:
     """Return the multiaddrs of nodes that a follower has kept, the former coordinator's first."""
-    addresses = _kept(folder).get("bootstrap", [])
+    addresses = kept.get("bootstrap", [])
     texts = addresses if isinstance(addresses, list) else []
     return [text for text in texts if isinstance(text, str)]
 

@@ -305,6 +305,19 @@ def test_a_keeper_whose_invite_is_forgotten_does_not_train(tmp_path: Path) -> No
             assert (await running.join()).role == "keeper"
             for kept in (INVITES_FILE, USES_FILE):
                 (tmp_path / kept).write_text("{}")
+            net.up.coordinator.admission._desk.refresh()
+            net.up.coordinator.admission._admitted_until_s.clear()  # as after a restore
+            status = PeerStatus(
+                peer_id=keeper.peer_id,
+                incarnation="1",
+                state="training",
+                epoch=0,
+                position=0,
+                role="keeper",
+            )
+            with pytest.raises(NotWelcome, match="does not know this keeper any more"):
+                await running.heartbeat(status)
+            assert not running.joined  # its session would count as a trainer's
             started = CoordinatorClient(invite, keeper, was_keeper=True)
             net.stack.push_async_callback(started.close)
             for client in (running, started):

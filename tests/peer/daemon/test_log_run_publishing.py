@@ -1,4 +1,4 @@
-"""What a peer sends to a coordinator that lacks entries."""
+"""A peer sends the coordinator the entries that it lacks, with bodies that are whole."""
 
 from __future__ import annotations
 

@@ -1,8 +1,11 @@
 """The only import of hivemind; its warnings and its changes to logging are contained here.
 
 hivemind writes its log to stderr past the application's own handlers and renames the level WARNING
-for the whole process; both are undone. Its averaging, which we do not use, imports SciPy's
-optimizers: a quarter of the time that a peer takes to start. SciPy loads them on their first use.
+for the whole process. It also has torch share tensors by names, for which torch starts a process,
+and fails if a busy machine starts it too late: `datasets` shares a tensor in each stream of
+documents. All three are undone; we share no tensor with its processes. Its averaging, which we do
+not use, imports SciPy's optimizers: a quarter of the time that a peer takes to start. SciPy loads
+them on their first use.
 """
 
 from __future__ import annotations
@@ -15,6 +18,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+
+from torch import multiprocessing
+
+_sharing: str = multiprocessing.get_sharing_strategy()  # type: ignore[no-untyped-call]
 
 
 @contextlib.contextmanager
@@ -51,6 +58,7 @@ with warnings.catch_warnings(), _deferred("scipy.optimize"):
 
 use_hivemind_log_handler("nowhere")
 logging.addLevelName(logging.WARNING, "WARNING")
+multiprocessing.set_sharing_strategy(_sharing)  # type: ignore[no-untyped-call]
 
 dht_pb2: Any = _dht_pb2
 p2pd_pb2: Any = _p2pd_pb2  # its classes are made at run time; type checkers cannot see them

@@ -446,8 +446,12 @@ class Trainer:
             if self._reducer.unsettled:
                 self._stopping.wait(IDLE_S)
         if self._stream.held.is_empty:
-            # As long as a step: others that still train would else miss many short rounds.
-            step_s = self._statistics.step_s
+            # As long as a step: others that still train would else miss many short rounds. But the
+            # first steps are slow: as long as those, no window would end before the others' rounds,
+            # and who is in none of these gets no units, hence never takes a faster step.
+            step_s = self._statistics.pace_s or min(
+                self.options.paces_s(), default=self._statistics.step_s
+            )
             ready_at_s = time.monotonic() + self.worker.steps_left * step_s
             self._publish(phase=TrainerPhase.REDUCING, ready_at_s=ready_at_s)
             self._stopping.wait(step_s)

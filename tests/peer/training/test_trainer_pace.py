@@ -8,6 +8,7 @@ from atoll.coordinator.run.spec import RunSpec, SpecError
 from atoll.optim.inprocess.rounds import InProcessGroup, in_process
 from atoll.optim.schedules import WindowEnd
 from atoll.peer.training.data import load as data
+from atoll.peer.training.data.units import HeldUnits, UnitStream
 from atoll.peer.training.statistics import StepPace
 from atoll.peer.training.trainer import Trainer, TrainerOptions
 
@@ -197,6 +198,30 @@ def test_a_restart_measures_no_slow_first_step(corpus):
         assert trainer.statistics().pace_s == 0.0
     trainer.step()
     assert trainer.statistics().pace_s == trainer.statistics().step_s == 1.0
+
+
+def test_without_units_the_first_steps_pass_at_the_pace_of_others(corpus):
+    """Its first step was slow: at that pace it would miss each round, and never get units."""
+    crew = Crew(corpus, [1.45], windows="equal", claims=[0.005, 0.01], inner_steps=40)
+    (trainer,), passed_s = crew.trainers, []
+    stream, without = trainer._stream, UnitStream.__new__(UnitStream)
+    without.held = HeldUnits()
+
+    def passed_step_s():
+        trainer._stream = without
+        trainer.step()
+        trainer._stream = stream
+        return passed_s.pop()
+
+    trainer._stopping.wait = passed_s.append
+    trainer.step()
+    assert trainer.statistics().pace_s == 0.0 and passed_step_s() == 0.005
+    crew.claims = []
+    assert passed_step_s() == 1.45
+    for _ in range(3):
+        trainer.step()
+    crew.claims = [0.005]
+    assert passed_step_s() == trainer.statistics().pace_s == pytest.approx(1.45)
 
 
 def test_equal_windows_stay_equal(corpus):

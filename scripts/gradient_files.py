@@ -31,7 +31,8 @@ from atoll.optim.state.outer_state import OuterState
 from atoll.peer.daemon.beside import starting
 from atoll.peer.daemon.options import PeerOptions
 from atoll.peer.daemon.process import RunOptions, Stop, join_and_train
-from atoll.peer.training.trainer import Trainer, WatchedReducer
+from atoll.peer.training.trainer import Trainer
+from atoll.peer.training.watched import WatchedReducer
 from support.beside import InThread
 from support.organiser import LOOPBACK, Organiser, tiny_spec, until
 

@@ -26,10 +26,8 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -40,20 +38,17 @@ from atoll.optim import schedules
 from atoll.optim.methods.base import Method
 from atoll.optim.methods.worker import Worker, WorkerStatistics
 from atoll.optim.ranks import RanksError
-from atoll.optim.reducer import AS_PLANNED, Commit, Contribution, Course, Reducer, Settle
+from atoll.optim.reducer import Commit, Course, Reducer
 from atoll.optim.state import vectors
-from atoll.optim.state.layout import Fragment, Layout, LayoutError
-from atoll.optim.state.places import Places
+from atoll.optim.state.layout import Layout, LayoutError
 from atoll.peer.errors import DataError, SavedStateError
 from atoll.peer.pipeline.workbench import Workbench
-from atoll.peer.training import saved
 from atoll.peer.training.beside import BesideWaits
 from atoll.peer.training.data import load as data
 from atoll.peer.training.data.prefetch import Prefetched
 from atoll.peer.training.data.remarks import Remark, remarks
 from atoll.peer.training.data.units import UnitStream
 from atoll.peer.training.devices import Device
-from atoll.peer.training.fit import Fit
 from atoll.peer.training.learner import Evaluator, Learner, StartSmaller
 from atoll.peer.training.opening import (
     VALID_BATCHES,
@@ -66,8 +61,10 @@ from atoll.peer.training.opening import (
     validation,
 )
 from atoll.peer.training.permission import Allowed, by_contents
+from atoll.peer.training.rank_fits import RankFits
 from atoll.peer.training.ranks import OneRank, held_out_loss
-from atoll.peer.training.shards import Saver, Saving
+from atoll.peer.training.saves import Saves
+from atoll.peer.training.shards import Saver
 from atoll.peer.training.stage_compute import expect_runs as expect_stage_runs
 from atoll.peer.training.stage_learner import StageLearner, StoppedInStep, codecs_of
 from atoll.peer.training.stages import StageModel
@@ -81,15 +78,11 @@ from atoll.peer.training.statistics import (
     TrainerPhase,
     TrainerStatistics,
 )
+from atoll.peer.training.watched import WatchedReducer
+from atoll.peer.training.windows import Windows
 
 MAX_SKIPS = 10  # a bad batch costs one step; corrupted parameters cost every step that follows
-# Shares of a window between which it is compared with the others', once. By the first, the others'
-# records, renewed each 5 s, tell of the windows that began with this one (if those last 50 s or
-# more). After the second too few steps are left: a peer may start again near its window's end.
-SHIFTED_FROM, SHIFTED_TO = 0.1, 0.5
-LATE_GRACES = 0.5  # for which others may wait for this peer: the end that they tell is no promise
 MAX_DROPPED = 5  # windows; so many in a row are a fault of the data or the settings, not bad luck
-SAVE_SHARE = 0.02  # of the time: for the copy in the trainer's thread, and for the disk beside it
 IDLE_S = 0.2  # between looks for a decision, where a step would have taken the time
 RATE_STEPS = 32  # over which tokens per second are measured, waits included
 SHARE_STEPS = 9  # recent steps; a rest is a multiple of their median
@@ -137,7 +130,7 @@ class TrainerOptions:
     """File of the trainer's state; None to save nothing."""
     save_every_s: float = 300.0
     """Seconds between saves, which happen at the end of a window; stopping saves as well. Longer
-    where that would take more than `SAVE_SHARE` of the time."""
+    where that would take more than `saves.SAVE_SHARE` of the time."""
     allowed: Allowed = field(default_factory=Allowed)
     """Code and files beyond the built-in ones that this machine's owner lets the spec use."""
     share: float = 1.0
@@ -212,23 +205,25 @@ class Trainer:
         self._pace = StepPace()
         self._steps_here = 0
         """steps of this process, whose first ones are slow, also after a restart"""
-        self._is_in_step = False
-        """whether this window was compared with the others'"""
-        self._common_steps = 0
-        """H of the open window by the run's plan and orders"""
         self._times = TimeInRun()
         self._room = vectors.OnceAWindow()
         self._began_s: float | None = None
         self._before = WorkerStatistics()
         """of the worker when this process began: it resumes with those of earlier ones"""
-        self._train_s = self._pause_s = self._validate_s = self._save_s = 0.0
+        self._train_s = self._pause_s = self._validate_s = 0.0
         self._validate_from_s = -math.inf
-        self._writer = ThreadPoolExecutor(1, thread_name_prefix="save")
-        self._saving: Saving | None = None
-        self._save_after_s = 0.0
+        self._saves = Saves(
+            self.options.state_path,
+            self._saver,
+            self.state_dict,
+            ranks=self._ranks,
+            every_s=self.options.save_every_s,
+            clock=self.options.clock,
+        )
+        self._fits = RankFits(
+            self.options.state_path, self._ranks, device=self.device.label, run=self._saved_run
+        )
         self._evaluator: Evaluator | None = None
-        self._saved_at_s = self.options.clock()
-        self._method = method
         self.worker: Worker = method.worker(
             self.learner.model,
             self.learner.optimizer,
@@ -236,6 +231,16 @@ class Trainer:
             inner_steps=self.timetable.window(at),
         )
         self.worker.make_room = self._make_room
+        self._windows = Windows(
+            spec,
+            self.worker,
+            method,
+            ranks=self._ranks,
+            statistics=self.statistics,
+            paces_s=self.options.paces_s,
+            window_ends=self.options.window_ends,
+            joins=self.options.joins,
+        )
         # The run may have moved on, or ended, since this peer joined; no commit tells it then.
         self._progress.position = max(at, self._reducer.position)
         self._statistics = TrainerStatistics(
@@ -372,12 +377,13 @@ class Trainer:
             OSError: the state cannot be saved.
         """
         self.device.activate()
-        self._recall_fit()
+        if isinstance(self.learner, Learner):
+            self.learner.use(self._fits.least(self.learner.fit, self.spec.inner.batch_size))
         try:
             while not self._ranks.agreed(self._stopping.is_set()) and not self.finished:
                 with suppress(StoppedInStep):
                     self.step()
-                    self._save_when_due()
+                    self._saves.when_due(at_window_end=self.worker.step_in_window == 0)
                 if self._ranks.agreed(self.options.is_over()):
                     self._reducer.wait()  # delivers the last round; no other follows
                     self._validate_when_due()
@@ -387,7 +393,7 @@ class Trainer:
         finally:
             if self._stream is not None:
                 self._stream.close()
-            self._writer.shutdown()
+            self._saves.close()
             self._reducer.close()
             self._publish(phase=TrainerPhase.FINISHED if self.finished else TrainerPhase.STOPPED)
 
@@ -402,7 +408,7 @@ class Trainer:
         if self.worker.step_in_window == 0 or self._steps_here == WARM_STEPS:
             busy_s = self.options.clock() - self.worker.statistics().wait_s
             self._pace.measure(busy_s, self._steps_here)
-        self._size_window()
+        self._windows.size(self.timetable.window(self.worker.next_position), self.course)
         if isinstance(self._stream, UnitStream) and self._stream.held.is_empty:
             self._pass_step()
             return
@@ -418,7 +424,7 @@ class Trainer:
             try:
                 gradient = self.learner.gradient(batches, step=self.schedule_step, seed=seed)
             except StartSmaller as smaller:
-                self._remember(smaller.fit)
+                self._fits.remember(smaller.fit)
                 raise
         paused_s = self._rest(self.options.clock() - began_s)
         self._progress.steps += 1
@@ -457,39 +463,6 @@ class Trainer:
             self._stopping.wait(step_s)
             self.worker.advance(tokens=0)
         self._validate_when_due()
-
-    def _remember(self, fit: Fit) -> None:
-        """Let the next start of all ranks begin with a fit."""
-        path = self._fit_path()
-        if path is not None:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            tree = {"device": self.device.label, "fit": fit.to_dict()}
-            saved.save(path, tree, kind="fit", run=self._saved_run())
-
-    def _recall_fit(self) -> None:
-        """Take the least fit that a rank remembers, on all of them."""
-        path = self._fit_path()
-        if path is None or isinstance(self.learner, StageLearner):
-            return
-        own = self.learner.fit
-        if path.exists():
-            with suppress(SavedStateError):  # it is found again
-                tree = saved.load(path, kind="fit", run=self._saved_run())
-                if tree["device"] == self.device.label:
-                    own = Fit.least([own, Fit.from_dict(tree["fit"], self.spec.inner.batch_size)])
-        found = [
-            Fit.from_dict(plain, self.spec.inner.batch_size)
-            for plain in self._ranks.gathered(own.to_dict())
-        ]
-        agreed = self._ranks.agreed(Fit.least(found).to_dict() if found else None)
-        self.learner.use(Fit.from_dict(agreed, self.spec.inner.batch_size))
-
-    def _fit_path(self) -> Path | None:
-        """Return the file of the fit that several ranks start with; one process needs none."""
-        path = self.options.state_path
-        if path is None or self._ranks.size == 1:
-            return None
-        return path.with_name(f"{path.stem}.{self._ranks.rank}.fit{path.suffix}")
 
     def _batches(self) -> list[Tensor]:
         """Draw the batches of a step; a stage's come one by one, as the pipeline takes them."""
@@ -537,7 +510,7 @@ class Trainer:
             outer_s=stats.outer_s - self._before.outer_s,
             wait_s=stats.wait_s - self._before.wait_s + self._starved_s(),
             validate_s=self._validate_s,
-            save_s=self._save_s,
+            save_s=self._saves.took_s,
         )
 
     @property
@@ -662,12 +635,7 @@ class Trainer:
         Raises:
             OSError: the file cannot be written; an older one remains intact.
         """
-        self._end_save()
-        began_s = self.options.clock()
-        saver = self._saver(path)
-        saver.end(saver.begin(self.state_dict(), self._writer))
-        self._saved_at_s = self.options.clock()
-        self._save_s += self._saved_at_s - began_s
+        self._saves.save(path)
 
     def load(self, path: Path, *, exact: bool = True) -> None:
         """Resume from a file that `save` wrote, by `load_state_dict`.
@@ -724,82 +692,6 @@ class Trainer:
         began_s = self.options.clock()
         self._stopping.wait(usual_s * (1.0 / self.options.share - 1.0))
         return self.options.clock() - began_s
-
-    def _size_window(self) -> None:
-        """Set the number of steps of this window by the run's rule, and bring it in step."""
-        common = self.course.window(self.timetable.window(self.worker.next_position))
-        starts = self.worker.step_in_window == 0
-        if starts:
-            self._is_in_step = False
-        if starts or (common != self._common_steps and not self._by_speed):
-            self._begin_window(common)
-        elif self._may_shift() and self._knows_pace():
-            self._is_in_step = True
-            self._resize(self._ranks.agreed(self._in_step(common)), common)
-
-    def _begin_window(self, common: int) -> None:
-        self._common_steps = common
-        if not self._by_speed:
-            self._resize(common, common)
-        elif self._knows_pace():
-            self._resize(self._ranks.agreed(self._own_steps(common)), common)
-
-    def _resize(self, steps: int, common: int) -> None:
-        """Let this window have so many steps, of which a peer of the common pace has `common`."""
-        if self._by_speed:
-            self.worker.resize(steps)
-        else:
-            self.worker.resize(steps, delay=min(self._method.hidden_steps(common), steps))
-
-    @property
-    def _by_speed(self) -> bool:
-        return self.spec.outer.windows == "deadline"
-
-    def _knows_pace(self) -> bool:
-        """Return whether the first rank has measured its pace. All ranks ask."""
-        return bool(self._ranks.agreed(self._statistics.pace_s > 0))
-
-    def _own_steps(self, common: int) -> int:
-        """Return the steps of a whole window of this peer."""
-        if not self._by_speed:
-            return common
-        own, *_ = schedules.deadline(self._paces_s(), inner_steps=common)
-        return own
-
-    def _may_shift(self) -> bool:
-        """Return whether this window may still be compared with the others'."""
-        # Windows of several fragments end in turn, so that a peer out of step waits for little.
-        if self._is_in_step or len(self.worker.fragments) > 1:
-            return False
-        done = self.worker.step_in_window / self.worker.inner_steps
-        return SHIFTED_FROM <= done <= SHIFTED_TO
-
-    def _paces_s(self) -> list[float]:
-        # The other ranks of this peer, whose figures nobody uses, may have no pace yet.
-        return [self._statistics.pace_s or 1.0, *self.options.paces_s()]
-
-    def _in_step(self, common: int) -> int:
-        """Return how many steps this window should have to end with the others'."""
-        own, counts = self._own_steps(common), not self.options.joins()
-        step_s = self._statistics.step_s or 1.0  # in which others report their ends
-        window_s = own * step_s
-        # `resize` keeps the share of the window that is done, so the whole scales by what is left.
-        left = own * self.worker.steps_left / self.worker.inner_steps
-        left_s = left * step_s
-        until_s = schedules.until_others_end(
-            left_s,
-            self.options.window_ends(),
-            window_s=window_s,
-            step_s=self._paces_s()[0],
-            late_s=LATE_GRACES * self.spec.round.grace_s,
-            alike=(schedules.SLOWEST, schedules.FASTEST) if self._by_speed else schedules.ALIKE,
-            counts=counts,
-        )
-        if until_s == left_s:
-            return own
-        # A step too few costs a wait of less than a step, one too many perhaps the round.
-        steps = own * math.floor(until_s / step_s) / left
-        return schedules.bounded(steps, inner_steps=common) if counts else max(1, round(steps))
 
     def _take(self, loss: float, tokens: int) -> None:
         self._progress.skips_in_a_row = 0
@@ -890,38 +782,6 @@ class Trainer:
         if self._ranks.agreed(self._stopping.is_set()) and not self.finished:
             raise _Stopped
 
-    def _save_when_due(self) -> None:
-        path, at_window_end = self.options.state_path, self.worker.step_in_window == 0
-        meets = at_window_end or self._ranks.size == 1
-        if path is not None and self._saving is not None and meets:
-            if self._saver(path).is_written(self._saving):
-                self._end_save()  # it may have failed
-        every_s = max(self.options.save_every_s, self._save_after_s)
-        due = self.options.clock() - self._saved_at_s >= every_s and self._saving is None
-        if path is not None and at_window_end and self._ranks.agreed(due):
-            self._begin_save(path)
-
-    def _begin_save(self, path: Path) -> None:
-        """Write the state; another thread brings it to the disk while training goes on."""
-        began_s = self.options.clock()
-        self._saving = self._saver(path).begin(
-            self.state_dict(), self._writer, then=partial(self._note_save, began_s)
-        )
-        self._saved_at_s = self.options.clock()
-        self._save_s += self._saved_at_s - began_s
-
-    def _note_save(self, began_s: float) -> None:
-        self._save_after_s = (self.options.clock() - began_s) / SAVE_SHARE
-
-    def _end_save(self) -> None:
-        """Wait for the save that is under way, if there is one; raise what it failed with."""
-        saving, self._saving = self._saving, None
-        if saving is not None:
-            began_s = self.options.clock()
-            assert self.options.state_path is not None, "it was begun there"
-            self._saver(self.options.state_path).end(saving)
-            self._save_s += self.options.clock() - began_s
-
     def _measure(self, step_s: float) -> None:
         self._recent.append((self.options.clock(), self._progress.tokens))
         (first_s, first), (last_s, last) = self._recent[0], self._recent[-1]
@@ -960,127 +820,3 @@ class Trainer:
             dropped_windows=self._progress.dropped + method.discarded,
             **changes,
         )
-
-
-class WatchedReducer:
-    """Passes a reducer through, reports each commit to the trainer and can drop its window."""
-
-    def __init__(
-        self,
-        inner: Reducer,
-        on_commit: Callable[[Commit], None],
-        *,
-        beside: BesideWaits | None = None,
-        done_units: Callable[[int], int] | None = None,
-    ) -> None:
-        """Wrap a reducer.
-
-        Args:
-            inner: the reducer of the run.
-            on_commit: called with each commit, before the method receives it.
-            beside: what is done meanwhile by the thread that waits.
-            done_units: returns the units behind a contribution, given its tokens.
-        """
-        self._beside, self._done_units = beside, done_units
-        self._fragments: set[int] = set()
-        self._inner, self._on_commit = inner, on_commit
-        self._settle: Settle | None = None
-        self._course: Course | None = None
-        """of the last commit"""
-
-    @property
-    def course(self) -> Course:
-        """Return the course of training at the position of the last commit."""
-        first: Course = getattr(self._inner, "course", AS_PLANNED)
-        return self._course or first
-
-    @property
-    def position(self) -> int:
-        """Position of the log that the wrapped reducer has reached."""
-        return self._inner.position
-
-    @property
-    def fragments(self) -> Sequence[Fragment]:
-        """Fragments of the wrapped reducer."""
-        return self._inner.fragments
-
-    @property
-    def places(self) -> Places | None:
-        """The values that this rank keeps; None if it keeps all."""
-        return getattr(self._inner, "places", None)
-
-    @property
-    def begins(self) -> bool:
-        """Return whether `start` wants the parameters of this rank."""
-        return getattr(self._inner, "begins", True)
-
-    @property
-    def recovers(self) -> bool:
-        """Return whether `start` takes the parameters from a log that is stored."""
-        return getattr(self._inner, "recovers", False)
-
-    @property
-    def unsettled(self) -> bool:
-        """Return whether a submitted contribution awaits its commit."""
-        return bool(self._fragments)
-
-    def start(self, layout: Layout, params_N: Tensor, settle: Settle) -> Tensor:
-        """Start the wrapped reducer and return its parameters; see `Reducer.start`."""
-        self._settle = settle
-        return self._inner.start(layout, params_N, self._deliver)
-
-    def submit(self, contribution: Contribution) -> None:
-        """Submit a contribution and count it as unsettled."""
-        self._fragments.add(contribution.fragment)
-        if self._done_units is not None:
-            units = self._done_units(contribution.tokens)
-            contribution = replace(contribution, units=units)
-        self._inner.submit(contribution)
-
-    def wait(self) -> None:
-        """Wait until the wrapped reducer has settled; see `Reducer.wait`."""
-        if self._beside is None:
-            self._inner.wait()
-        else:
-            self._beside.wait(self._inner.wait)
-
-    def close(self) -> None:
-        """End what waits beside the trainer; the wrapped reducer stays open."""
-        if self._beside is not None:
-            self._beside.close()
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state of the wrapped reducer and the unsettled fragments."""
-        return {"inner": self._inner.state_dict(), "unsettled": sorted(self._fragments)}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore a state that `state_dict` returned."""
-        self._fragments = set(state["unsettled"])
-        self._inner.load_state_dict(state["inner"])
-
-    def go_back(self, position: int, params_N: Tensor) -> None:
-        """Make the method drop its window and continue from `params_N`, as a reset commit does."""
-        self._deliver(
-            Commit(
-                position=position,
-                params_N=params_N,
-                included=None,
-                members=0,
-                reset=True,
-                course=self.course,
-            )
-        )
-
-    def _deliver(self, commit: Commit) -> None:
-        with nullcontext() if self._beside is None else self._beside.turns.taken():
-            self._take(commit)
-
-    def _take(self, commit: Commit) -> None:
-        assert self._settle is not None, "a reducer settles only after start"
-        self._course = commit.course
-        self._on_commit(commit)
-        self._settle(commit)
-        if commit.reset:
-            self._fragments.clear()
-        elif commit.settles:
-            self._fragments.discard(commit.fragment)

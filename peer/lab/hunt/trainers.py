@@ -34,7 +34,7 @@ from atoll.peer.lab.hunt.audits import AuditedResidual, WorkAudit
 from atoll.peer.lab.hunt.edges import here
 from atoll.peer.training import saved
 from atoll.peer.training.data.units import HeldUnits
-from atoll.peer.training.trainer import WatchedReducer
+from atoll.peer.training.watched import WatchedReducer
 
 T = TypeVar("T")
 

@@ -385,7 +385,7 @@ def test_a_run_that_went_on_keeps_only_what_is_the_peers_own(corpus, tmp_path):
 def test_run_saves_when_it_stops_and_in_between(corpus, tmp_path):
     path, clock, steps = tmp_path / "state", Ticks(), []
     trainer = make(corpus, state_path=path, save_every_s=1.0, clock=clock)
-    trainer._begin_save = lambda to: (
+    trainer._saves._begin = lambda to: (
         steps.append(trainer.statistics().step),
         saved.save(to, trainer.state_dict(), kind="trainer", run=trainer.spec.digest()),
     )
@@ -420,7 +420,7 @@ def test_training_goes_on_while_a_save_is_written(corpus, tmp_path, monkeypatch)
     thread = threading.Thread(target=trainer.run)
     thread.start()
     try:
-        while trainer._saving is None:
+        while trainer._saves._saving is None:
             assert thread.is_alive()
         there = trainer.statistics().steps
         while trainer.statistics().steps < there + 3 * H:
@@ -445,15 +445,16 @@ def test_a_save_that_fails_beside_the_training_ends_it(corpus, tmp_path):
 
 def test_saves_take_no_more_than_their_share(corpus, tmp_path):
     trainer = make(corpus, state_path=tmp_path / "state", save_every_s=0.0, clock=Ticks())
-    trainer._begin_save(tmp_path / "state")
-    trainer._end_save()
-    every_s = trainer._save_after_s
+    saves = trainer._saves
+    saves._begin(tmp_path / "state")
+    saves._end()
+    every_s = saves._after_s
     assert every_s >= 50.0  # two looks or more at the clock
-    began_s = trainer._saved_at_s
-    while trainer._saving is None:
-        trainer._save_when_due()
-    assert trainer._saved_at_s - began_s >= every_s
-    trainer._end_save()
+    began_s = saves._saved_at_s
+    while saves._saving is None:
+        saves.when_due(at_window_end=True)
+    assert saves._saved_at_s - began_s >= every_s
+    saves._end()
 
 
 def test_stop_ends_between_two_steps(corpus, tmp_path):
@@ -722,18 +723,17 @@ def test_validation_and_saving_stay_within_their_budgets(corpus, tmp_path, monke
     trainer.evaluate = taking(5.0, 2.0)
     monkeypatch.setattr(saved, "begin", taking(4.0, None))
     monkeypatch.setattr(saved, "finish", taking(6.0, None))
-    counted = {"validations": set(), "saves": 0}
+    counted, saves = {"validations": set(), "saves": 0}, trainer._saves
     for _ in range(1500):
         trainer.step()
-        trainer._save_when_due()
-        if trainer._saving is not None:
-            trainer._saving.written.result(
-                30
-            )  # on a clock of its own it would be written beside the steps
+        saves.when_due(at_window_end=trainer.worker.step_in_window == 0)
+        if saves._saving is not None:
+            # On a clock of its own it would be written beside the steps.
+            saves._saving.written.result(30)
             counted["saves"] += 1
         counted["validations"].add(trainer.statistics().valid_position)
     spent = trainer.time_spent()
-    trainer._writer.shutdown()
+    saves.close()
     assert counted["saves"] >= 4
     assert len(counted["validations"]) >= 5
     assert spent.validate_s <= 0.01 * spent.total_s + 5.0  # and the first one

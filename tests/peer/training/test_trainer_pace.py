@@ -174,7 +174,7 @@ def test_a_restart_near_the_end_of_a_window_shifts_nothing(corpus):
     (trainer,) = crew.trainers
     for _ in range(35):
         trainer.step()
-    trainer._is_in_step = False  # as in a new process
+    trainer._windows._is_in_step = False  # as in a new process
     crew.ends_s = lambda: [20.0]
     for _ in range(4):
         trainer.step()

@@ -22,7 +22,7 @@ from atoll.optim.log.entry import Elector, Entry
 from atoll.optim.log.live_replica import LiveReplica, Nowhere, OnTaken, Recovered, RecoveryError
 from atoll.optim.log.mending import Damage
 from atoll.optim.log.replica import DISK_ERRORS
-from atoll.optim.log.store import StoreError
+from atoll.optim.log.store_errors import StoreError
 
 SETTLING_S = 300.0  # a change that has begun hashes and writes a whole model before it ends
 AT_ONCE = 2  # logs that recover, each with bodies in memory; one that takes long holds up no other

@@ -41,7 +41,8 @@ from atoll.optim.log.mending import Damage
 from atoll.optim.log.orders import RunSettings, read_order
 from atoll.optim.log.replica import DISK_ERRORS
 from atoll.optim.log.standing import NotNext
-from atoll.optim.log.store import SnapshotInfo, StoreHead
+from atoll.optim.log.store import StoreHead
+from atoll.optim.log.stored_snapshots import SnapshotInfo
 from atoll.optim.reduction.cells import Bytes
 
 TICK_S = 0.5  # a new epoch opens at most this long after it is due

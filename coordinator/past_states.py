@@ -22,7 +22,8 @@ from atoll.coordinator.run.spec_problems import SpecError
 from atoll.optim.log.entry import Entry, LogError, extend_chain, sha256
 from atoll.optim.log.module import WHOLE, log_folder
 from atoll.optim.log.replay import Replay
-from atoll.optim.log.store import LOG_FILE, LogStore, StoreError
+from atoll.optim.log.store import LOG_FILE, LogStore
+from atoll.optim.log.store_errors import StoreError
 from atoll.optim.reduction.cells import UpdateError
 from atoll.optim.state.outer_state import OuterState
 

@@ -19,7 +19,7 @@ from atoll.dht.tasks import ENDING_S, Tasks
 from atoll.optim.log.live_replica import LiveReplica
 from atoll.optim.log.mending import Damage, Scrub
 from atoll.optim.log.replica import DISK_ERRORS
-from atoll.optim.log.store import StoreError
+from atoll.optim.log.store_errors import StoreError
 
 STEP_S = 10.0  # between two steps
 STEP_BYTES = 16 << 20  # 140 GB a day, at under 1% of a core

@@ -21,7 +21,7 @@ import msgpack
 
 from atoll.coordinator.copies.target import CopyDamaged
 from atoll.coordinator.run.frames import compress, decompress
-from atoll.optim.log.store import SnapshotFile, SnapshotInfo
+from atoll.optim.log.stored_snapshots import SnapshotFile, SnapshotInfo
 from atoll.optim.state.layout import Layout
 from atoll.optim.state.outer_state import DIGEST_BYTES
 

@@ -22,7 +22,7 @@ from atoll.coordinator.copies.writing import CopyWriter, WrittenCopy
 from atoll.coordinator.run.notice import Report
 from atoll.coordinator.run.status import CopyStatus
 from atoll.dht.tasks import together
-from atoll.optim.log.store import StoreError
+from atoll.optim.log.store_errors import StoreError
 
 EVERY_S = 10.0  # what a lost machine costs, if copies are quick; some 8 requests to a bucket
 SHARE = 0.25  # of the time, that uploads may take: the link is the peers' too

@@ -36,7 +36,8 @@ from atoll.coordinator.run.spec_problems import SpecError
 from atoll.coordinator.service.server import TOKENIZER_FILE, LogFiles
 from atoll.coordinator.signing import SIGNED_FILE
 from atoll.optim.log.module import WHOLE, log_id
-from atoll.optim.log.store import LOG_FILE, LogStore, StoreError
+from atoll.optim.log.store import LOG_FILE, LogStore
+from atoll.optim.log.store_errors import StoreError
 
 BESIDE_KEYS = (INVITES_FILE, USES_FILE, ORDERS_FILE, RECOVERY_FILE, SIGNED_FILE, "node.key")
 TRIES = 5  # of copying the snapshots of a follower that runs, and replaces them

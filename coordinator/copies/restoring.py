@@ -46,7 +46,9 @@ from atoll.coordinator.service.server import MANY_EPOCHS, LogFiles
 from atoll.coordinator.signing import NONE_SIGNED, SIGNED_FILE, read_signed, restored
 from atoll.optim.log.entry import genesis_chain
 from atoll.optim.log.module import log_id
-from atoll.optim.log.store import LogStore, StoreError, sync_folder
+from atoll.optim.log.store import LogStore
+from atoll.optim.log.store_errors import StoreError
+from atoll.optim.log.stored_snapshots import sync_folder
 from atoll.optim.state import vectors
 from atoll.optim.state.layout import Layout
 from atoll.optim.state.mapped import MappedVectors, is_on_disk

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from atoll.optim.log.store import NotStored
+from atoll.optim.log.store_errors import NotStored
 
 PIECE_BYTES = 1 << 20  # read and written at once
 ANSWER_S = 60.0  # for a small request: a target that takes longer counts as unreachable

@@ -51,7 +51,9 @@ from atoll.coordinator.history import History
 from atoll.coordinator.relocating import ELSEWHERE_FILE, RELOCATION_FILE, RESTORE_FILE
 from atoll.coordinator.service.server import LogFiles
 from atoll.optim.log.entry import sha256
-from atoll.optim.log.store import LogStore, NotStored, SnapshotInfo
+from atoll.optim.log.store import LogStore
+from atoll.optim.log.store_errors import NotStored
+from atoll.optim.log.stored_snapshots import SnapshotInfo
 
 MAX_FILE_BYTES = 16 << 20  # a tokenizer of 4 MiB is the largest; the log is copied by itself
 LEFT_BEHIND = frozenset(

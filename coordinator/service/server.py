@@ -95,7 +95,8 @@ from atoll.optim.log.mending import Damage, mend, reads_whole
 from atoll.optim.log.module import Module, log_folder, log_id
 from atoll.optim.log.replica import DISK_ERRORS, Replica
 from atoll.optim.log.standing import ReplicaView
-from atoll.optim.log.store import LOG_FILE, LogStore, sync_folder
+from atoll.optim.log.store import LOG_FILE, LogStore
+from atoll.optim.log.stored_snapshots import sync_folder
 from atoll.optim.state import vectors
 from atoll.optim.state.mapped import MappedVectors, is_on_disk
 from atoll.optim.state.outer_state import OuterState

@@ -48,7 +48,9 @@ from atoll.coordinator.service.status_pages import StatusPages, pack
 from atoll.coordinator.service.watching import PortsWatch
 from atoll.optim.log.entry import MAX_ORDER, Claim, Entry
 from atoll.optim.log.mending import checked_body
-from atoll.optim.log.store import LogStore, NotStored, SnapshotInfo, StoreHead
+from atoll.optim.log.store import LogStore, StoreHead
+from atoll.optim.log.store_errors import NotStored
+from atoll.optim.log.stored_snapshots import SnapshotInfo
 from atoll.optim.state import vectors
 from atoll.optim.state.outer_state import LEAF_BYTES
 

@@ -29,9 +29,7 @@ from atoll.optim.log.orders import (
 )
 from atoll.optim.log.replica import Replica
 from atoll.optim.log.standing import NotNext, ReplicaView, Written
-from atoll.optim.log.store import (
-    SnapshotFile,
-)
+from atoll.optim.log.stored_snapshots import SnapshotFile
 from atoll.optim.reduction.cells import Bytes
 from atoll.optim.state.outer_state import OuterState
 from atoll.optim.state.updates import Update

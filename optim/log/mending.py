@@ -39,15 +39,8 @@ from atoll.optim.log.entry import (
     sha256,
     split_body,
 )
-from atoll.optim.log.store import (
-    PAGE,
-    Damaged,
-    LogStore,
-    NotStored,
-    StoreCorrupt,
-    StoredEntry,
-    StoreError,
-)
+from atoll.optim.log.store import PAGE, LogStore, StoredEntry
+from atoll.optim.log.store_errors import Damaged, NotStored, StoreCorrupt, StoreError
 from atoll.optim.state.layout import LayoutError
 
 

@@ -71,17 +71,9 @@ from atoll.optim.log.orders import (
     check_settings,
 )
 from atoll.optim.log.standing import Due, NotNext, ReplicaStanding, ReplicaView, Written
-from atoll.optim.log.store import (
-    PAGE,
-    LogStore,
-    NotStored,
-    OutOfOrder,
-    SnapshotFile,
-    StoredEntry,
-    StoreError,
-    StoreHead,
-    WrittenSnapshot,
-)
+from atoll.optim.log.store import PAGE, LogStore, StoredEntry, StoreHead
+from atoll.optim.log.store_errors import NotStored, OutOfOrder, StoreError
+from atoll.optim.log.stored_snapshots import SnapshotFile, WrittenSnapshot
 from atoll.optim.log.units import check_units
 from atoll.optim.reduction.cells import Bytes, UpdateError
 from atoll.optim.state import vectors

@@ -30,12 +30,8 @@ from atoll.optim.log.orders import (
     read_settings,
 )
 from atoll.optim.log.replay import Replay
-from atoll.optim.log.store import (
-    LogStore,
-    SnapshotFile,
-    StoreHead,
-    WrittenSnapshot,
-)
+from atoll.optim.log.store import LogStore, StoreHead
+from atoll.optim.log.stored_snapshots import SnapshotFile, WrittenSnapshot
 from atoll.optim.state.layout import Layout
 from atoll.optim.state.outer_state import OuterState
 

@@ -11,372 +11,50 @@ history: a new epoch first rewinds to its base.
 Writing is one transaction a call, in WAL mode: after `kill -9` the file holds exactly the calls
 that returned (with `fsync=True` also after a loss of power). A body may follow its entry: until
 `write_bodies` has written it, it is read from memory, and a process that dies by then leaves an
-entry without a body, as pruning does. One connection under a lock serves
-all threads. Bodies are cut into rows of 1 MiB, so that no copy of a large one is made in SQLite
-and parts of it can be read. Snapshots are files next to the database, written under another name,
-synced and renamed, and only then put in the table; a file that no row names is removed when the
-log is opened. Reading one verifies every leaf. Writing the file takes no lock, so that the log may
-move on meanwhile (`write_snapshot`); the row is put only if the log still leads to that state.
-
-Exceptions:
-
-    StoreError
-      StoreCorrupt      the file is no database, or a damaged one
-      WrongRun          the file is of another run
-      OutOfOrder        an entry that does not come next
-      Conflict          another entry at a position that is taken
-      NotStored         a body or snapshot that is not here (any more)
-        Damaged         the disk has spoiled it
+entry without a body, as pruning does. One connection under a lock serves all threads. Bodies are
+cut into rows of 1 MiB, so that no copy of a large one is made in SQLite and parts of it can be
+read. Snapshots are files beside the database (`stored_snapshots`); writing one takes no lock, so
+that the log may move on meanwhile (`write_snapshot`); the row is put only if the log still leads to
+that state. What is raised is a `StoreError` (`store_errors`).
 """
 
 from __future__ import annotations
 
 import itertools
 import json
-import os
 import sqlite3
 import threading
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from threading import RLock
 from typing import Any, Self
 from zlib import crc32
 
 import torch
 
-from atoll.optim.state import vectors
-from atoll.optim.state.layout import Layout
-from atoll.optim.state.outer_state import (
-    DIGEST_BYTES,
-    LEAF_BYTES,
-    Assembly,
-    OuterState,
-    StateError,
-    leaf_digest,
+from atoll.optim.log.log_file import open_log, open_to_read
+from atoll.optim.log.store_errors import (
+    Conflict,
+    NotStored,
+    OutOfOrder,
+    StoreCorrupt,
 )
+from atoll.optim.log.stored_snapshots import (
+    SnapshotFile,
+    SnapshotInfo,
+    Snapshots,
+    WrittenSnapshot,
+)
+from atoll.optim.state import vectors
+from atoll.optim.state.outer_state import OuterState
 
 PAGE = 64  # entries read at once
 MAX_POSITION = 2**63 - 1  # as SQLite has them; a stranger may ask for more
-SCHEMA_VERSION = 2  # of tables and digests; in `user_version`, where 0 means a new file
 LOG_FILE = "log.sqlite"  # in the directory of a log
 CHUNK_BYTES = 1 << 20  # a row of a body: SQLite reads whole rows
 WRITTEN_BYTES = 64 << 20  # of a body in one transaction; readers have their turn between two
 KEPT_SNAPSHOTS = 3  # at a peer: the newest two may not have a certified root yet
-PRIMARY = 0xFF  # bits of an SQLite error code that say which, without the details
-
-_SCHEMA = """
-CREATE TABLE meta (key TEXT PRIMARY KEY, value BLOB NOT NULL) WITHOUT ROWID;
-CREATE TABLE entries (
-    position INTEGER PRIMARY KEY, epoch INTEGER NOT NULL, entry BLOB NOT NULL,
-    certificate BLOB NOT NULL, chain BLOB NOT NULL, body_bytes INTEGER NOT NULL,
-    has_body INTEGER NOT NULL);
-CREATE TABLE bodies (
-    position INTEGER NOT NULL, part INTEGER NOT NULL, data BLOB NOT NULL,
-    PRIMARY KEY (position, part));
-CREATE TABLE epochs (epoch INTEGER PRIMARY KEY, record BLOB NOT NULL);
-CREATE TABLE snapshots (
-    position INTEGER PRIMARY KEY, chain BLOB NOT NULL, root BLOB NOT NULL,
-    leaf_digests BLOB NOT NULL, layout TEXT NOT NULL, file TEXT NOT NULL);
-"""
-
-# Queries at every entry must not read all of them: a row is kilobytes, and the log only grows.
-_INDEXES = """
-CREATE INDEX IF NOT EXISTS held ON entries (position, body_bytes) WHERE has_body AND body_bytes;
-CREATE INDEX IF NOT EXISTS gone ON entries (position) WHERE has_body = 0;
-CREATE INDEX IF NOT EXISTS bare ON entries (position) WHERE certificate = x'';
-"""
-
-# Nothing else covers the bytes of a certificate. A log of an earlier version has no such table.
-_CHECKS = """
-CREATE TABLE IF NOT EXISTS checks (position INTEGER PRIMARY KEY, certificate INTEGER NOT NULL);
-"""
-
-
-class StoreError(Exception):
-    """The log on disk cannot do what was asked."""
-
-
-class StoreCorrupt(StoreError):
-    """The file is no database of a log, or a damaged one."""
-
-
-class WrongRun(StoreError):
-    """The file belongs to another run."""
-
-
-class OutOfOrder(StoreError):
-    """An entry that does not follow the last one."""
-
-
-class Conflict(StoreError):
-    """A different entry at a position that is decided."""
-
-
-class NotStored(StoreError):
-    """A body or snapshot that was pruned or never here."""
-
-
-class Damaged(NotStored):
-    """A body or snapshot that the disk has spoiled; it is no longer stored."""
-
-
-def open_log(path: Path, run_id: bytes, *, fsync: bool) -> sqlite3.Connection:
-    """Open the log's file, or make it.
-
-    Raises:
-        WrongRun, StoreCorrupt: nothing is changed.
-    """
-    with _readable(path):
-        db = sqlite3.connect(path, check_same_thread=False, timeout=10.0)
-        try:
-            _prepare(db, path, run_id, fsync=fsync)
-        except BaseException:
-            db.close()
-            raise
-        return db
-
-
-def _prepare(db: sqlite3.Connection, path: Path, run_id: bytes, *, fsync: bool) -> None:
-    version = db.execute("PRAGMA user_version").fetchone()[0]
-    if version not in (0, SCHEMA_VERSION):
-        raise StoreCorrupt(
-            f"{path}: expected a log of version {SCHEMA_VERSION}, got {version}; use the version "
-            f"of Atoll that wrote it. A peer may move the directory {path.parent} away instead and "
-            "fetch the log from others; a coordinator may not"
-        )
-    if version == 0:
-        _create(db, run_id)
-    _expect_run(db, run_id, path)
-    db.executescript(_INDEXES + _CHECKS)
-    # After a kill, WAL holds the calls that returned. NORMAL syncs at checkpoints alone: a loss of
-    # power may cost the last calls, never the file.
-    db.execute("PRAGMA journal_mode = WAL")
-    db.execute(f"PRAGMA synchronous = {'FULL' if fsync else 'NORMAL'}")
-
-
-def _create(db: sqlite3.Connection, run_id: bytes) -> None:
-    tables = db.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]
-    if tables:
-        raise StoreCorrupt("expected a log of Atoll, got another database; choose a new directory")
-    db.executescript(f"BEGIN; {_SCHEMA} PRAGMA user_version = {SCHEMA_VERSION};")
-    db.execute("INSERT INTO meta VALUES ('run_id', ?)", (run_id,))
-    db.commit()
-
-
-def _expect_run(db: sqlite3.Connection, run_id: bytes, path: Path) -> None:
-    row = db.execute("SELECT value FROM meta WHERE key = 'run_id'").fetchone()
-    stored = bytes(row[0]) if row else b""
-    if stored != run_id:
-        raise WrongRun(
-            f"{path}: expected the log of run {run_id.hex()[:12]}, got that of run "
-            f"{stored.hex()[:12]}; use another directory for this run"
-        )
-
-
-@contextmanager
-def _readable(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except sqlite3.DatabaseError as error:
-        code = getattr(error, "sqlite_errorcode", 0) & PRIMARY  # the module's own have none
-        if code in (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR):
-            raise  # the log is well, the disk is not
-        raise StoreCorrupt(
-            f"{path}: {error}; move the directory {path.parent} away, and nothing else: "
-            "the log can be fetched again from peers"
-        ) from None
-
-
-@dataclass(frozen=True, kw_only=True)
-class SnapshotInfo:
-    """A stored snapshot."""
-
-    position: int
-    """Position of the next entry: so many are applied."""
-    chain: bytes
-    root: bytes
-    leaf_digests: tuple[bytes, ...]
-    layout: Layout
-    path: Path
-
-
-@dataclass(frozen=True, kw_only=True)
-class WrittenSnapshot:
-    """A state in a file, synced, that no row names yet."""
-
-    position: int
-    chain: bytes
-    root: bytes
-    leaf_digests: tuple[bytes, ...]
-    layout: Layout
-    partial: Path
-
-    def drop(self) -> None:
-        """Delete the file."""
-        self.partial.unlink(missing_ok=True)
-
-
-class SnapshotFile:
-    """A stored snapshot, read a leaf at a time; it stays readable after the store has pruned it.
-
-    The file's pages are the system's to keep or drop, so a snapshot takes no memory of the process.
-    """
-
-    def __init__(self, info: SnapshotInfo) -> None:
-        """Open the file; it is closed with the last reference to this object.
-
-        Raises:
-            OSError: it cannot be opened.
-        """
-        self.position = info.position
-        self._root, self._digests, self._path = info.root, info.leaf_digests, info.path
-        self._descriptor = os.open(info.path, os.O_RDONLY | os.O_CLOEXEC)
-        weakref.finalize(self, os.close, self._descriptor)
-
-    @property
-    def num_leaves(self) -> int:
-        """Return the number of leaves."""
-        return len(self._digests)
-
-    def root(self) -> bytes:
-        """Return the state root that it was stored with."""
-        return self._root
-
-    def leaves(self) -> list[bytes]:
-        """Return the digest of each leaf."""
-        return list(self._digests)
-
-    def read_leaf(self, index: int) -> bytes:
-        """Read a leaf and verify it; blocks.
-
-        Raises:
-            IndexError: when there is no such leaf.
-            StoreCorrupt: the file does not hold it (any more).
-        """
-        if not 0 <= index < self.num_leaves:
-            raise IndexError(f"expected a leaf in [0, {self.num_leaves}), got {index}")
-        try:
-            data = os.pread(self._descriptor, LEAF_BYTES, index * LEAF_BYTES)
-        except OSError as error:
-            raise StoreCorrupt(f"{self._path}: {error}; fetch the snapshot again") from None
-        if leaf_digest(data) != self._digests[index]:
-            raise StoreCorrupt(f"{self._path}: leaf {index} is damaged; fetch the snapshot again")
-        return data
-
-
-class Snapshots:
-    """The table `snapshots` and its files; the lock is the store's."""
-
-    def __init__(
-        self, db: sqlite3.Connection, lock: RLock, directory: Path, *, reads_only: bool = False
-    ) -> None:
-        """Remove what an interrupted write left, unless others may be writing."""
-        self._db = db
-        self._lock = lock
-        self._directory = directory
-        self._numbers = itertools.count()
-        if reads_only:
-            return
-        with lock:
-            known = {row[0] for row in db.execute("SELECT file FROM snapshots")}
-        for path in directory.glob("snapshot-*"):
-            if path.name not in known:
-                path.unlink(missing_ok=True)
-
-    def positions(self) -> list[int]:
-        """Positions of the stored snapshots, oldest first."""
-        with self._lock:
-            rows = self._db.execute("SELECT position FROM snapshots ORDER BY 1").fetchall()
-        return [row[0] for row in rows]
-
-    def info(self, position: int) -> SnapshotInfo:
-        """Digests and file of a snapshot. Raises NotStored."""
-        query = "SELECT chain, root, leaf_digests, layout, file FROM snapshots WHERE position = ?"
-        with self._lock:
-            row = self._db.execute(query, (position,)).fetchone()
-        if row is None:
-            raise NotStored(f"snapshot {position} is not here; here are {self.positions()}")
-        digests = (row[2][i : i + DIGEST_BYTES] for i in range(0, len(row[2]), DIGEST_BYTES))
-        return SnapshotInfo(
-            position=position,
-            chain=row[0],
-            root=row[1],
-            leaf_digests=tuple(digests),
-            layout=Layout.from_json(row[3]),
-            path=self._directory / row[4],
-        )
-
-    def load(
-        self, position: int, memory_dtype: torch.dtype, allocate: vectors.Allocate
-    ) -> OuterState:
-        """Read a snapshot and verify every leaf. Raises NotStored or StoreCorrupt."""
-        info = self.info(position)
-        try:
-            beside = info.path.stat().st_size - 4 * info.layout.numel
-            assembly = Assembly(
-                layout=info.layout,
-                position=position,
-                leaf_digests=info.leaf_digests,
-                root=info.root,
-                memory_numel=max(0, beside // memory_dtype.itemsize),
-                memory_dtype=memory_dtype,
-                allocate=allocate,
-            )
-            with info.path.open("rb") as file:
-                for index in range(len(info.leaf_digests)):
-                    assembly.add(index, file.read(LEAF_BYTES))
-            return assembly.finish()
-        except (OSError, StateError) as error:
-            raise StoreCorrupt(f"{info.path}: {error}; fetch the snapshot again") from None
-
-    def write(
-        self, state: OuterState, chain: bytes, on_read: Callable[[], None] = lambda: None
-    ) -> WrittenSnapshot:
-        """Write the state before entry `state.position`; hashes it if that was not done yet.
-
-        `on_read` is called when its values are no longer needed, and perhaps not on the disk yet.
-        """
-        digests = tuple(state.leaves())  # first: others may wait for the root
-        number = next(self._numbers)  # two may be written at once
-        partial = self._directory / f"snapshot-{state.position:012d}.{number}.new"
-        try:
-            with partial.open("wb") as file:
-                for index in range(state.num_leaves):
-                    file.write(state.leaf(index))
-                file.flush()
-                on_read()
-                os.fsync(file.fileno())  # or the name could stand for bytes that are not there
-        except BaseException:
-            partial.unlink(missing_ok=True)
-            raise
-        return WrittenSnapshot(
-            position=state.position,
-            chain=chain,
-            root=state.root(),
-            leaf_digests=digests,
-            layout=state.layout,
-            partial=partial,
-        )
-
-    def put(self, written: WrittenSnapshot) -> None:
-        """Give the file its name, and name it in the table."""
-        name = f"snapshot-{written.position:012d}.bin"
-        layout, digests = written.layout.to_json(), b"".join(written.leaf_digests)
-        row = (written.position, written.chain, written.root, digests, layout, name)
-        with self._lock, self._db:
-            written.partial.replace(self._directory / name)
-            sync_folder(self._directory)  # or the row could outlive the name
-            self._db.execute("INSERT OR REPLACE INTO snapshots VALUES (?, ?, ?, ?, ?, ?)", row)
-
-    def forget(self, positions: Sequence[int]) -> list[Path]:
-        """Take snapshots out of the table, in the caller's transaction; returns their files."""
-        files = [self.info(position).path for position in positions]
-        rows = [(position,) for position in positions]
-        self._db.executemany("DELETE FROM snapshots WHERE position = ?", rows)
-        return files
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -463,20 +141,9 @@ class LogStore:
         Raises:
             StoreCorrupt: when the file cannot be read as a log.
         """
-        path = directory / LOG_FILE
-        with _readable(path):
-            uri = f"{path.absolute().as_uri()}?mode=ro"
-            db = sqlite3.connect(uri, uri=True, check_same_thread=False, timeout=10.0)
-            try:
-                version = db.execute("PRAGMA user_version").fetchone()[0]
-                row = db.execute("SELECT value FROM meta WHERE key = 'run_id'").fetchone()
-                if version != SCHEMA_VERSION or row is None:
-                    raise StoreCorrupt(f"{path}: not a log of this version of Atoll")
-            except BaseException:
-                db.close()
-                raise
+        db, run_id = open_to_read(directory / LOG_FILE)
         store = cls.__new__(cls)
-        store.run_id = bytes(row[0])
+        store.run_id = run_id
         store._prepare(genesis_chain=b"", body_budget_bytes=None, keep_snapshots=1)
         store._open(db, directory, reads_only=True)
         return store
@@ -1064,15 +731,6 @@ def _record(row: tuple[Any, ...], *, is_unwritten: bool) -> StoredEntry:
         body_bytes=numbers[1],
         has_body=bool(row[6]) or is_unwritten,
     )
-
-
-def sync_folder(folder: Path) -> None:
-    """Put the names in a folder on the disk, as a rename alone does not. Raises OSError."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _unlink(files: list[Path]) -> None:

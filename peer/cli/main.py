@@ -197,7 +197,7 @@ def bad_inputs() -> tuple[type[Exception], ...]:
     from atoll.coordinator.rpc import client_errors
     from atoll.coordinator.service.server import StartError
     from atoll.dht.identity import IdentityError
-    from atoll.optim.log.store import StoreCorrupt, WrongRun
+    from atoll.optim.log.store_errors import StoreCorrupt, WrongRun
 
     return (
         client_errors.NotWelcome,  # the coordinator does not accept the invite's token

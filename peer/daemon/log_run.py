@@ -47,7 +47,8 @@ from atoll.optim.log.module import Module, log_id
 from atoll.optim.log.orders import RunSettings, read_order
 from atoll.optim.log.replay import Replay
 from atoll.optim.log.replica import Replica
-from atoll.optim.log.store import KEPT_SNAPSHOTS, LogStore, NotStored, StoreHead
+from atoll.optim.log.store import KEPT_SNAPSHOTS, LogStore, StoreHead
+from atoll.optim.log.store_errors import NotStored
 from atoll.optim.reduction.cells import Bytes
 from atoll.optim.reduction.robust import rule_of
 from atoll.optim.state import vectors

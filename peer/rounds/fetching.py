@@ -28,7 +28,8 @@ from atoll.dht.transport import (
 )
 from atoll.optim.log.entry import MalformedRecord, Record, sha256
 from atoll.optim.log.mending import checked_body
-from atoll.optim.log.store import Damaged, NotStored, SnapshotFile, StoreCorrupt
+from atoll.optim.log.store_errors import Damaged, NotStored, StoreCorrupt
+from atoll.optim.log.stored_snapshots import SnapshotFile
 from atoll.optim.reduction.cells import Bytes
 from atoll.optim.state.outer_state import DIGEST_BYTES, LEAF_BYTES
 from atoll.peer.notices import disk_damaged

@@ -16,7 +16,7 @@ from atoll.coordinator import orders
 from atoll.coordinator.run import admission
 from atoll.coordinator.service import service
 from atoll.dht.tasks import Tasks
-from atoll.optim.log import mending, replica, store
+from atoll.optim.log import log_file, mending, replica, store
 from atoll.optim.log.orders import Order, OrderBook, RunSettings
 from atoll.optim.log.store import LogStore
 from atoll.optim.reduction.contribution import Feedback, Offer
@@ -59,7 +59,7 @@ Broken = list[tuple[Any, str, Any]]
 
 def _skipped_fsync() -> Broken:
     """The coordinator's log is not synced, so a loss of power takes what it acknowledged."""
-    open_log = store.open_log
+    open_log = log_file.open_log
     return [
         (store, "open_log", lambda path, run_id, *, fsync: open_log(path, run_id, fsync=False)),
     ]

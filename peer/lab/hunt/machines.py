@@ -34,7 +34,7 @@ from atoll.dht.tasks import beside
 from atoll.dht.testing.memory import MemoryTransport
 from atoll.dht.transport import Check
 from atoll.optim.log.replica import DISK_ERRORS
-from atoll.optim.log.store import StoreError
+from atoll.optim.log.store_errors import StoreError
 from atoll.peer.daemon.gossip_run import GossipRun
 from atoll.peer.daemon.log_run import LogRun
 from atoll.peer.daemon.options import PeerOptions

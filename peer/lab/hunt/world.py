@@ -55,7 +55,7 @@ from atoll.optim.log.entry import sha256
 from atoll.optim.log.live_replica import LiveReplica
 from atoll.optim.log.orders import ReadmitPeer, ResumeRun, RunSettings
 from atoll.optim.log.replica import DISK_ERRORS
-from atoll.optim.log.store import StoreCorrupt
+from atoll.optim.log.store_errors import StoreCorrupt
 from atoll.optim.state.layout import Layout
 from atoll.optim.state.outer_state import OuterState
 from atoll.peer.daemon import (

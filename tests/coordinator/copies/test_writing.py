@@ -24,7 +24,7 @@ from atoll.coordinator.copies.target import (
     reason,
 )
 from atoll.coordinator.copies.writing import CopyWriter
-from atoll.optim.log.store import NotStored
+from atoll.optim.log.store_errors import NotStored
 from support.copies import ROUNDS, Run, opened, past, run_template, writer_of
 
 __all__ = ["past", "run_template"]

@@ -37,7 +37,7 @@ from atoll.coordinator.service.server import (
     serve,
 )
 from atoll.optim.log.live_replica import LiveReplica
-from atoll.optim.log.store import StoreCorrupt
+from atoll.optim.log.store_errors import StoreCorrupt
 from support.forks import Forked
 
 

@@ -17,7 +17,8 @@ import pytest
 from atoll.coordinator.run.keys import RunKeys
 from atoll.optim.log.entry import verify_key
 from atoll.optim.log.mending import Scrub, checked_body, mend
-from atoll.optim.log.store import LOG_FILE, Damaged, NotStored
+from atoll.optim.log.store import LOG_FILE
+from atoll.optim.log.store_errors import Damaged, NotStored
 from support import kit
 from support.logs import Log, flip
 

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from atoll.optim.log.store import Conflict, LogStore, NotStored, OutOfOrder, StoreCorrupt, WrongRun
+from atoll.optim.log.store import LogStore
+from atoll.optim.log.store_errors import Conflict, NotStored, OutOfOrder, StoreCorrupt, WrongRun
 from atoll.optim.state.layout import Layout
 from atoll.optim.state.outer_state import OuterState
 

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from atoll.optim.log import store as module
-from atoll.optim.log.store import CHUNK_BYTES, LogStore, NotStored
+from atoll.optim.log.store import CHUNK_BYTES, LogStore
+from atoll.optim.log.store_errors import NotStored
 
 GENESIS = b"g" * 32
 BODY = b"b" + os.urandom(2 * CHUNK_BYTES + 4)

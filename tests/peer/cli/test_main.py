@@ -13,7 +13,7 @@ import torch
 
 from atoll.coordinator.run.spec_problems import SpecError
 from atoll.dht.transport import TransportError
-from atoll.optim.log import store
+from atoll.optim.log.store_errors import NotStored, WrongRun
 from atoll.peer.cli import SUMMARIES, print_json
 from atoll.peer.cli import main as cli
 from support.commands import loaded_by, refused
@@ -71,8 +71,8 @@ class BoomError(Exception):
     ("error", "code"),
     [
         (SpecError([], source="RUN.toml"), 2),
-        (store.WrongRun("another run's log"), 2),
-        (store.NotStored("a body that was pruned"), 1),
+        (WrongRun("another run's log"), 2),
+        (NotStored("a body that was pruned"), 1),
         (TransportError("nobody answers"), 1),
         (OSError(errno.EADDRINUSE, "Address already in use"), 2),
         (FileNotFoundError(errno.ENOENT, "No such file or directory", "here"), 2),

@@ -27,7 +27,8 @@ from atoll.optim.log.entry import (
     verify_linked,
 )
 from atoll.optim.log.replay import Replay
-from atoll.optim.log.store import CHUNK_BYTES, SnapshotFile, SnapshotInfo, StoreHead
+from atoll.optim.log.store import CHUNK_BYTES, StoreHead
+from atoll.optim.log.stored_snapshots import SnapshotFile, SnapshotInfo
 from atoll.optim.state.layout import CELL, Layout
 from atoll.optim.state.outer_state import LEAF_BYTES, leaf_digest, merkle_root, snapshot_bytes
 from atoll.peer.recovery.sources import PeerSource

@@ -15,6 +15,7 @@ from atoll.optim.log.entry import Entry, split_parts
 from atoll.optim.log.live_replica import Compute
 from atoll.optim.state import vectors
 from atoll.peer.recovery.errors import GaveWay
+from atoll.peer.recovery.paces import Paces
 from atoll.peer.recovery.sources import ASK_AGAIN_S, FETCH_ERRORS, Donor
 
 BODIES_AHEAD_BYTES = 64 << 20  # on their way or waiting; of larger bodies one at a time comes
@@ -57,12 +58,13 @@ class Bodies:
     digest: who gave a wrong one is known.
     """
 
-    def __init__(self, *, compute: Compute, on_failure: OnFailure) -> None:
+    def __init__(self, *, compute: Compute, on_failure: OnFailure, paces: Paces) -> None:
         """Use as a context: what is still under way at its end is given up.
 
         Args:
             compute: hashes what came.
             on_failure: called with a donor that did not give what an entry names.
+            paces: of donors, as far as they have given something before.
         """
         self._entries: list[Entry] = []
         self._turns: dict[int, int] = {}
@@ -71,6 +73,7 @@ class Bodies:
         self._donors: dict[str, Donor] = {}
         self._compute = compute
         self._on_failure = on_failure
+        self._paces = paces
         self._giving_way = set[int]()
         """positions before which the rounds of donors come"""
         self._lacking = set[int]()
@@ -187,14 +190,16 @@ class Bodies:
                 self._asked[donor.name] += 1
                 try:
                     await asyncio.sleep(self._rest_s(donor))
-                    gives_way = entry.position in self._giving_way
+                    gives_way, began_s = entry.position in self._giving_way, _now_s()
                     await donor.source.body(entry.position, piece.start, into, gives_way=gives_way)
+                    self._paces.note(donor.name, len(into), _now_s() - began_s)
                     await self._compute(split_parts, entry, piece.parts, into)
                     self._failures[donor.name] //= 2
                     return donor.name
                 except GaveWay:
                     self._in_round_until[donor.name] = _now_s() + ASK_AGAIN_S
                 except FETCH_ERRORS as error:
+                    self._paces.note_failure(donor.name, len(into), _now_s() - began_s)
                     self._note_failure(entry, donor, error, failed)
                 finally:
                     self._asked[donor.name] -= 1
@@ -205,13 +210,15 @@ class Bodies:
         return max(0.0, self._in_round_until.get(donor.name, 0.0) - _now_s())
 
     def _next(self, entry: Entry, piece: BodyPiece, failed: set[str]) -> Donor | None:
-        """Return the donor with the fewest pieces under way and failures, but those that failed."""
+        """Return the donor that is done first, but for those that failed."""
         left = [d for d in holders(entry, piece, [*self._donors.values()]) if d.name not in failed]
-        return min(left, key=self._load, default=None)
+        paces = self._paces.of([donor.name for donor in left])
+        return min(left, key=lambda donor: self._load(donor) * paces[donor.name], default=None)
 
     def _load(self, donor: Donor) -> int:
+        """Return the pieces that it gives until one more is done; each failure counts as one."""
         in_round = IN_ROUND_PIECES if self._rest_s(donor) > 0 else 0
-        return self._asked[donor.name] + self._failures[donor.name] + in_round
+        return self._asked[donor.name] + self._failures[donor.name] + in_round + 1
 
     def _note_failure(self, entry: Entry, donor: Donor, error: Exception, failed: set[str]) -> None:
         if donor.name not in failed:  # once for an entry, however many of its pieces were asked for

@@ -37,6 +37,7 @@ from atoll.peer import notices
 from atoll.peer.recovery.bodies import Bodies
 from atoll.peer.recovery.errors import NoDonor, NoWay, OffTheLog
 from atoll.peer.recovery.leaves import Leaves
+from atoll.peer.recovery.paces import Paces
 from atoll.peer.recovery.sources import FETCH_ERRORS, Donor, LastSource, Source, Sources
 from atoll.peer.rounds.fetching import MAX_SPAN
 from atoll.peer.rounds.messages import Head
@@ -89,6 +90,7 @@ class Recovery:
         self._fallback = fallback
         self._leaves = Leaves(replica, on_event=on_event, on_progress=on_progress)
         self._told_disproved = ""
+        self._paces = Paces()
         self._resting: dict[str, _Rest] = {}
         """donors that failed, by name"""
         self._answered: list[Donor] = []
@@ -341,7 +343,7 @@ class Recovery:
         return bool(claims)
 
     def _bodies(self) -> Bodies:
-        return Bodies(compute=self._replica.compute, on_failure=self._on_failure)
+        return Bodies(compute=self._replica.compute, on_failure=self._on_failure, paces=self._paces)
 
     async def _add(
         self, bodies: Bodies, claims: Sequence[Claim], donors: Sequence[Donor], *, is_new: bool

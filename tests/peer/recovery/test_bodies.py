@@ -11,6 +11,7 @@ from atoll.optim.log.entry import Elector, Entry, Member, Part, sha256
 from atoll.peer.recovery import bodies
 from atoll.peer.recovery.bodies import BODIES_AHEAD, PIECE_BYTES, STREAMS, Bodies, pieces
 from atoll.peer.recovery.errors import GaveWay
+from atoll.peer.recovery.paces import Paces
 from atoll.peer.recovery.sources import ASK_AGAIN_S, Donor
 from atoll.peer.rounds.messages import Head
 
@@ -110,20 +111,21 @@ async def at_once(function, *arguments):
     return function(*arguments)
 
 
-def bodies_of(entries, donors, failures, *, gives_way=False):
+def bodies_of(entries, donors, failures, *, gives_way=False, paces=None):
     some = Bodies(
         compute=at_once,
+        paces=paces or Paces(),
         on_failure=lambda entry, donor, error: failures.append((donor.name, str(error))),
     )
     some.add(entries, donors, gives_way=gives_way)
     return some
 
 
-async def take_all(entries, donors, failures, *, gives_way=False):
+async def take_all(entries, donors, failures, *, gives_way=False, paces=None):
     """The body of each entry, and the seconds that it took."""
     loop = asyncio.get_running_loop()
     began_s, taken = loop.time(), []
-    async with bodies_of(entries, donors, failures, gives_way=gives_way) as some:
+    async with bodies_of(entries, donors, failures, gives_way=gives_way, paces=paces) as some:
         for each in entries:
             taken.append(await some.of(each))
             assert taken[-1].data == body_of(each.position, [p.wire_bytes for p in each.parts])
@@ -212,6 +214,32 @@ def test_a_fast_donor_gives_more():
         assert len(fast.asked) > 2 * len(slow.asked)
 
     run_virtual(main())
+
+
+def test_a_donor_that_was_slow_holds_up_no_entry_that_is_missing_later():
+    async def main():
+        paces, took = Paces(), []
+        sources = [SlowSource(name="fast"), SlowSource(name="slow", took_s=30.0)]
+        donors = [donor(source) for source in sources]
+        for position in range(12):  # one at a time, as for a peer that follows a run
+            _, took_s = await take_all([entry(position)], donors, [], paces=paces)
+            took.append(took_s)
+        return took, len(sources[1].asked)
+
+    took, slow = run_virtual(main())
+    assert slow == 1 and took.count(FETCH_S) == 11
+
+
+def test_a_donor_that_was_too_slow_to_give_is_not_the_first_next_time():
+    async def main():
+        paces, failures = Paces(), []
+        silent = SlowSource(name="silent", took_s=60.0, gives=False)
+        donors = [donor(source) for source in (silent, SlowSource(name="x"))]
+        for position in range(6):
+            await take_all([entry(position)], donors, failures, paces=paces)
+        return len(silent.asked)
+
+    assert run_virtual(main()) == 1
 
 
 @pytest.mark.parametrize(

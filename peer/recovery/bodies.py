@@ -190,20 +190,29 @@ class Bodies:
                 self._asked[donor.name] += 1
                 try:
                     await asyncio.sleep(self._rest_s(donor))
-                    gives_way, began_s = entry.position in self._giving_way, _now_s()
-                    await donor.source.body(entry.position, piece.start, into, gives_way=gives_way)
-                    self._paces.note(donor.name, len(into), _now_s() - began_s)
+                    await self._ask(entry, piece, into, donor)
                     await self._compute(split_parts, entry, piece.parts, into)
                     self._failures[donor.name] //= 2
                     return donor.name
                 except GaveWay:
                     self._in_round_until[donor.name] = _now_s() + ASK_AGAIN_S
                 except FETCH_ERRORS as error:
-                    self._paces.note_failure(donor.name, len(into), _now_s() - began_s)
                     self._note_failure(entry, donor, error, failed)
                 finally:
                     self._asked[donor.name] -= 1
         raise PeerUnreachable(f"no peer has the body of entry {entry.position}")
+
+    async def _ask(self, entry: Entry, piece: BodyPiece, into: memoryview, donor: Donor) -> None:
+        """Fetch a piece of one donor, and note how long that takes."""
+        gives_way, began_s = entry.position in self._giving_way, _now_s()
+        try:
+            await donor.source.body(entry.position, piece.start, into, gives_way=gives_way)
+        except GaveWay:
+            raise
+        except FETCH_ERRORS:
+            self._paces.note_failure(donor.name, len(into), _now_s() - began_s)
+            raise
+        self._paces.note(donor.name, len(into), _now_s() - began_s)
 
     def _rest_s(self, donor: Donor) -> float:
         """Return how long a donor is left to its round; others are asked first."""

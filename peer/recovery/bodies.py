@@ -59,12 +59,12 @@ class Bodies:
     """
 
     def __init__(self, *, compute: Compute, on_failure: OnFailure, paces: Paces) -> None:
-        """Use as a context: what is still under way at its end is given up.
+        """Use as a context, for one try: what is still under way at its end is given up.
 
         Args:
             compute: hashes what came.
             on_failure: called with a donor that did not give what an entry names.
-            paces: of donors, as far as they have given something before.
+            paces: of donors, as far as they were asked before.
         """
         self._entries: list[Entry] = []
         self._turns: dict[int, int] = {}
@@ -74,6 +74,7 @@ class Bodies:
         self._compute = compute
         self._on_failure = on_failure
         self._paces = paces
+        paces.forgive()
         self._giving_way = set[int]()
         """positions before which the rounds of donors come"""
         self._lacking = set[int]()
@@ -83,8 +84,6 @@ class Bodies:
         self._streams = asyncio.Semaphore(STREAMS)
         self._asked = Counter[str]()
         """pieces under way, by donor"""
-        self._failures = Counter[str]()
-        """of late, by donor: entries of which it failed to give a piece"""
         self._in_round_until: dict[str, float] = {}
         """by donor that a request gave way to: when it is asked again"""
 
@@ -191,8 +190,6 @@ class Bodies:
                 try:
                     await asyncio.sleep(self._rest_s(donor))
                     await self._ask(entry, piece, into, donor)
-                    await self._compute(split_parts, entry, piece.parts, into)
-                    self._failures[donor.name] //= 2
                     return donor.name
                 except GaveWay:
                     self._in_round_until[donor.name] = _now_s() + ASK_AGAIN_S
@@ -203,16 +200,18 @@ class Bodies:
         raise PeerUnreachable(f"no peer has the body of entry {entry.position}")
 
     async def _ask(self, entry: Entry, piece: BodyPiece, into: memoryview, donor: Donor) -> None:
-        """Fetch a piece of one donor, and note how long that takes."""
+        """Fetch a piece of one donor, and note how long that took."""
         gives_way, began_s = entry.position in self._giving_way, _now_s()
         try:
             await donor.source.body(entry.position, piece.start, into, gives_way=gives_way)
+            took_s = _now_s() - began_s
+            await self._compute(split_parts, entry, piece.parts, into)
         except GaveWay:
             raise
         except FETCH_ERRORS:
-            self._paces.note_failure(donor.name, len(into), _now_s() - began_s)
+            self._paces.failed(donor.name, len(into), _now_s() - began_s)
             raise
-        self._paces.note(donor.name, len(into), _now_s() - began_s)
+        self._paces.gave(donor.name, len(into), took_s)
 
     def _rest_s(self, donor: Donor) -> float:
         """Return how long a donor is left to its round; others are asked first."""
@@ -224,15 +223,14 @@ class Bodies:
         paces = self._paces.of([donor.name for donor in left])
         return min(left, key=lambda donor: self._load(donor) * paces[donor.name], default=None)
 
-    def _load(self, donor: Donor) -> int:
+    def _load(self, donor: Donor) -> float:
         """Return the pieces that it gives until one more is done; each failure counts as one."""
         in_round = IN_ROUND_PIECES if self._rest_s(donor) > 0 else 0
-        return self._asked[donor.name] + self._failures[donor.name] + in_round + 1
+        return self._asked[donor.name] + self._paces.failures(donor.name) + in_round + 1
 
     def _note_failure(self, entry: Entry, donor: Donor, error: Exception, failed: set[str]) -> None:
         if donor.name not in failed:  # once for an entry, however many of its pieces were asked for
             failed.add(donor.name)
-            self._failures[donor.name] += 1
             self._on_failure(entry, donor, error)
 
 

@@ -242,6 +242,32 @@ def test_a_donor_that_was_too_slow_to_give_is_not_the_first_next_time():
     assert run_virtual(main()) == 1
 
 
+def test_a_donor_that_was_away_for_long_gives_again():
+    async def main():
+        paces, sizes = Paces(), (PIECE_BYTES,) * (2 * STREAMS)
+        for _ in range(50):
+            paces.failed("back", PIECE_BYTES, 1.0)
+        sources = [SlowSource(name=name, sizes=sizes) for name in ("back", "x")]
+        for position in range(8):
+            donors = [donor(source) for source in sources]
+            await take_all([entry(position, *sizes)], donors, [], paces=paces)
+        return len(sources[0].asked)
+
+    assert run_virtual(main()) > STREAMS
+
+
+def test_a_quick_liar_costs_few_of_the_entries_that_are_missing_later():
+    async def main():
+        paces = Paces()
+        liar = SlowSource(name="liar", took_s=0.01, lies=True)
+        donors = [donor(source) for source in (liar, SlowSource(name="x"))]
+        for position in range(12):
+            await take_all([entry(position)], donors, [], paces=paces)
+        return len(liar.asked)
+
+    assert run_virtual(main()) == 1
+
+
 @pytest.mark.parametrize(
     "sizes",
     [

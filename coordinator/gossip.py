@@ -22,7 +22,8 @@ from atoll.coordinator.rounds import KEPT_OPEN, OpenRound, RoundHistory
 from atoll.coordinator.run.notice import Report
 from atoll.coordinator.run.status import HISTORY, RoundReport, RoundSummary
 from atoll.dht.tasks import Tasks
-from atoll.optim.log.entry import Certificate, Claim, Entry
+from atoll.optim.log.claims import Claim
+from atoll.optim.log.entry import Certificate, Entry
 from atoll.optim.log.live_replica import LiveReplica
 from atoll.optim.log.replica import Replica
 from atoll.optim.log.standing import NotNext

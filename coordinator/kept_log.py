@@ -35,7 +35,8 @@ from atoll.coordinator.run.spec import RunSpec
 from atoll.coordinator.run.status import PeerStatus, RunState
 from atoll.coordinator.scrubbing import Scrubbing
 from atoll.coordinator.signing import EpochSigner
-from atoll.optim.log.entry import Claim, Elector, Entry, LogError
+from atoll.optim.log.claims import Claim
+from atoll.optim.log.entry import Elector, Entry, LogError
 from atoll.optim.log.live_replica import LiveReplica
 from atoll.optim.log.mending import Damage
 from atoll.optim.log.orders import RunSettings, read_order

@@ -46,7 +46,8 @@ from atoll.coordinator.run.status import Event, PeerStatus, RoundReport, RunStat
 from atoll.coordinator.service.places import CallPlaces
 from atoll.coordinator.service.status_pages import StatusPages, pack
 from atoll.coordinator.service.watching import PortsWatch
-from atoll.optim.log.entry import MAX_ORDER, Claim, Entry
+from atoll.optim.log.claims import Claim
+from atoll.optim.log.entry import MAX_ORDER, Entry
 from atoll.optim.log.mending import checked_body
 from atoll.optim.log.store import LogStore, StoreHead
 from atoll.optim.log.store_errors import NotStored

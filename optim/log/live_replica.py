@@ -15,15 +15,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
-from atoll.optim.log.entry import (
-    Certificate,
-    Claim,
-    Elector,
-    Entry,
-    Epoch,
-    LogPlace,
-    SignedRoot,
-)
+from atoll.optim.log.claims import Claim, LogPlace
+from atoll.optim.log.entry import Certificate, Elector, Entry, Epoch, SignedRoot
 from atoll.optim.log.orders import (
     Order,
 )

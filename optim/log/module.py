@@ -8,10 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
-from atoll.optim.log.entry import (
-    Trust,
-    sha256,
-)
+from atoll.optim.log.entry import Trust, sha256
 from atoll.optim.log.replay import Replay
 from atoll.optim.methods.base import Method
 from atoll.optim.state.layout import Layout

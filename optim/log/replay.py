@@ -14,11 +14,7 @@ import torch
 from atoll.compression.base import CodecError
 from atoll.compression.registry import parse
 from atoll.compression.sparse import Sparse
-from atoll.optim.log.entry import (
-    Entry,
-    MalformedRecord,
-    split_body,
-)
+from atoll.optim.log.entry import Entry, MalformedRecord, split_body
 from atoll.optim.log.orders import (
     read_settings,
 )

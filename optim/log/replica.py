@@ -38,16 +38,15 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
+from atoll.optim.log.claims import Claim, LogPlace, place_before, verify_claims, verify_linked
 from atoll.optim.log.electorate import Succession, after, at_base, remembered
 from atoll.optim.log.entry import (
     Certificate,
     ChainMismatch,
-    Claim,
     Elector,
     Entry,
     Epoch,
     EpochInvalid,
-    LogPlace,
     MalformedRecord,
     SignedEpoch,
     SignedRoot,
@@ -58,10 +57,7 @@ from atoll.optim.log.entry import (
     check_follows,
     epoch_payload,
     genesis_chain,
-    place_before,
     split_body,
-    verify_claims,
-    verify_linked,
 )
 from atoll.optim.log.module import Module, log_id
 from atoll.optim.log.orders import (

@@ -13,17 +13,9 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
+from atoll.optim.log.claims import Claim, certified_roots
 from atoll.optim.log.electorate import Succession
-from atoll.optim.log.entry import (
-    ChainMismatch,
-    Claim,
-    Elector,
-    Entry,
-    Epoch,
-    Newcomer,
-    Trust,
-    certified_roots,
-)
+from atoll.optim.log.entry import ChainMismatch, Elector, Entry, Epoch, Newcomer, Trust
 from atoll.optim.log.module import Module
 from atoll.optim.log.orders import (
     RunSettings,

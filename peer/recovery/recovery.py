@@ -19,17 +19,8 @@ from dataclasses import dataclass
 
 from atoll.coordinator.run.notice import Report
 from atoll.dht.tasks import Tasks, together
-from atoll.optim.log.entry import (
-    ChainMismatch,
-    Claim,
-    Entry,
-    LogError,
-    LogPlace,
-    MalformedRecord,
-    SignedRoot,
-    place_after,
-    place_at_base,
-)
+from atoll.optim.log.claims import Claim, LogPlace, place_after, place_at_base
+from atoll.optim.log.entry import ChainMismatch, Entry, LogError, MalformedRecord, SignedRoot
 from atoll.optim.log.live_replica import LiveReplica, OnTaken, Recovered
 from atoll.optim.state import vectors
 from atoll.optim.state.outer_state import OuterState

@@ -16,14 +16,7 @@ from atoll.dht.refusals import RefusalCode
 from atoll.dht.roster import PeerRecord, RecordError, Roster, RosterError
 from atoll.dht.transport import Refused, Transport, TransportError
 from atoll.optim.log.electorate import Electors
-from atoll.optim.log.entry import (
-    Elector,
-    Entry,
-    LogError,
-    Verify,
-    is_quorum,
-    leader_order,
-)
+from atoll.optim.log.entry import Elector, Entry, LogError, Verify, is_quorum, leader_order
 from atoll.optim.log.evidence import Evidence, EvidenceBook
 from atoll.optim.log.live_replica import Compute, LiveReplica
 from atoll.optim.log.orders import OrderBook, OrderInvalid, read_order

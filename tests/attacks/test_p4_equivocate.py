@@ -5,9 +5,7 @@ import asyncio
 import pytest
 
 from atoll.dht.transport import Refused
-from atoll.optim.log.entry import (
-    Entry,
-)
+from atoll.optim.log.entry import Entry
 from support.attackers import equivocate
 from support.swarm import SwarmPeer, reached, run_swarm, signed_epoch
 

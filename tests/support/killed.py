@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from atoll.coordinator.run.keys import RunKeys
-from atoll.optim.log.entry import Claim
+from atoll.optim.log.claims import Claim
 from atoll.optim.methods import parse
 from atoll.optim.state import layout, mapped, outer_step
 from support.forks import FORKS

@@ -11,14 +11,8 @@ from typing import Any
 
 from atoll.coordinator.run.keys import RunKeys
 from atoll.dht import verify
-from atoll.optim.log.entry import (
-    Claim,
-    Entry,
-    SignedRoot,
-    genesis_chain,
-    root_payload,
-    verify_key,
-)
+from atoll.optim.log.claims import Claim
+from atoll.optim.log.entry import Entry, SignedRoot, genesis_chain, root_payload, verify_key
 from atoll.optim.log.module import Module
 from atoll.optim.log.replica import Replica
 from atoll.optim.log.store import LogStore

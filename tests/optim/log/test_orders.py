@@ -11,13 +11,8 @@ import pytest
 
 from atoll.coordinator.run.keys import RunKeys
 from atoll.dht.identity import Identity
-from atoll.optim.log.entry import (
-    MAX_SETTINGS,
-    ChainMismatch,
-    Entry,
-    MalformedRecord,
-    place_before,
-)
+from atoll.optim.log.claims import place_before
+from atoll.optim.log.entry import MAX_SETTINGS, ChainMismatch, Entry, MalformedRecord
 from atoll.optim.log.module import log_id
 from atoll.optim.log.orders import (
     MAX_EVICTED,

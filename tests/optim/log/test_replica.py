@@ -18,19 +18,18 @@ import torch
 
 from atoll.coordinator.run.keys import RunKeys
 from atoll.dht import verify
+from atoll.optim.log.claims import LogPlace, verify_claims
 from atoll.optim.log.electorate import at_base
 from atoll.optim.log.entry import (
     CertificateInvalid,
     ChainMismatch,
     Epoch,
     EpochInvalid,
-    LogPlace,
     MalformedRecord,
     SignedEpoch,
     SignedRoot,
     epoch_payload,
     root_payload,
-    verify_claims,
 )
 from atoll.optim.log.live_replica import LiveReplica
 from atoll.optim.log.replica import Replica

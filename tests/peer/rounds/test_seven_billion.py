@@ -17,15 +17,8 @@ from atoll.compression import planes
 from atoll.dht.testing.memory import run_virtual
 from atoll.dht.transport import MAX_MESSAGE_BYTES
 from atoll.optim import methods
-from atoll.optim.log.entry import (
-    Entry,
-    Member,
-    Part,
-    Partial,
-    StateRoot,
-    certified_roots,
-    verify_linked,
-)
+from atoll.optim.log.claims import certified_roots, verify_linked
+from atoll.optim.log.entry import Entry, Member, Part, Partial, StateRoot
 from atoll.optim.log.replay import Replay
 from atoll.optim.log.store import CHUNK_BYTES, StoreHead
 from atoll.optim.log.stored_snapshots import SnapshotFile, SnapshotInfo

@@ -8,7 +8,8 @@ import pytest
 from atoll.coordinator.run.outcome import Outcome
 from atoll.dht.identity import verify
 from atoll.dht.roster import RosterError
-from atoll.optim.log.entry import ChainMismatch, Entry, Epoch, verify_claims
+from atoll.optim.log.claims import verify_claims
+from atoll.optim.log.entry import ChainMismatch, Entry, Epoch
 from atoll.peer.rounds.consensus.ballots import leader_of
 from support.swarm import RUN_ID, SETTINGS, run_swarm, signed_epoch
 

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from atoll.compression.base import Codec
 from atoll.optim.reduction.contribution import Offer
-from atoll.optim.state.layout import Difference, Fragment, Layout
+from atoll.optim.state.fragments import Difference, Fragment
+from atoll.optim.state.layout import Layout
 from atoll.optim.state.updates import Update
 
 

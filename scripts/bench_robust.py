@@ -41,8 +41,8 @@ from atoll.optim.methods.base import register
 from atoll.optim.reducer import Contribution
 from atoll.optim.reduction.contribution import CLIP_AT
 from atoll.optim.reduction.robust import REDUCERS, ReducerName, rule_of
-from atoll.optim.state.layout import decode_pieces
 from atoll.optim.state.outer_state import OuterState, StateError
+from atoll.optim.state.pieces import decode_pieces
 from atoll.peer.lab.simulate import Bench, Folder, Settings, simulate
 
 ROOT = Path(__file__).resolve().parent.parent

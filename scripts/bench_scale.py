@@ -41,6 +41,7 @@ from atoll.dht.testing.memory import FRAME_BYTES, MemoryNetwork, run_virtual
 from atoll.optim.log.entry import Entry, choose_electors
 from atoll.optim.reduction.cells import LENGTH
 from atoll.optim.state import layout as cuts
+from atoll.optim.state import pieces
 from atoll.optim.state.layout import Layout
 from atoll.peer.rounds import messages as wire
 from support.swarm import Swarm, SwarmPeer, signed_epoch
@@ -244,6 +245,7 @@ def memory_mb() -> float:
 def measure(num_peers: int, cells: int, reduction: str) -> Row:
     """Measure one group in this process; with a `reduction`, bodies are counted as well."""
     cuts.CELL = BODY_VALUES if reduction else CELL_VALUES  # type: ignore[misc]
+    pieces.CELL = cuts.CELL  # type: ignore[misc]
     if reduction:
         wire.RELAYED_ABOVE = 2 if reduction == "rows" else num_peers
     torch.set_num_threads(1)

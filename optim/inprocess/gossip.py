@@ -38,7 +38,8 @@ from atoll.optim.methods.noloco import PairedMethod
 from atoll.optim.reducer import Commit, Contribution
 from atoll.optim.reduction.cells import Cells
 from atoll.optim.reduction.contribution import cap_weights, clip_factors, work_weight
-from atoll.optim.state.layout import Fragment, Layout
+from atoll.optim.state.fragments import Fragment
+from atoll.optim.state.layout import Layout
 from atoll.optim.state.outer_state import OuterState
 
 # Share of the mean mass. Mass may not travel without the momentum, which is a third vector on the

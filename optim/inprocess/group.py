@@ -28,7 +28,8 @@ from atoll.optim import methods, schedules
 from atoll.optim.methods.base import Method
 from atoll.optim.reducer import Commit, Contribution, Residual, Settle
 from atoll.optim.reduction.contribution import Offer, work_weight
-from atoll.optim.state.layout import Fragment, Layout
+from atoll.optim.state.fragments import Fragment
+from atoll.optim.state.layout import Layout
 from atoll.optim.state.outer_state import OuterState, is_finite
 
 POLL_S = 0.2  # how soon a thread that waits notices that another has ended

@@ -32,8 +32,10 @@ from atoll.optim.reduction.contribution import (
     work_weight,
 )
 from atoll.optim.reduction.lowrank import Factors, LowRankCells
-from atoll.optim.state.layout import Fragment, Layout, decode_pieces, encode_pieces
+from atoll.optim.state.fragments import Fragment
+from atoll.optim.state.layout import Layout
 from atoll.optim.state.outer_state import OuterState
+from atoll.optim.state.pieces import decode_pieces, encode_pieces
 
 
 @dataclass(frozen=True, kw_only=True)

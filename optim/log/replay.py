@@ -23,7 +23,8 @@ from atoll.optim.reduction.cells import Bytes, Cells
 from atoll.optim.reduction.contribution import Feedback
 from atoll.optim.reduction.lowrank import INPUT, LowRankCells
 from atoll.optim.state import vectors
-from atoll.optim.state.layout import Fragment, Layout
+from atoll.optim.state.fragments import Fragment
+from atoll.optim.state.layout import Layout
 from atoll.optim.state.outer_state import OuterState
 from atoll.optim.state.updates import Update, dense
 

@@ -54,7 +54,8 @@ from atoll.optim.reducer import Reducer
 from atoll.optim.reduction import lowrank
 from atoll.optim.reduction.contribution import CLIP_AT, WeightRule
 from atoll.optim.state import halves
-from atoll.optim.state.layout import Fragment, Layout, by_tensor, whole
+from atoll.optim.state.fragments import Fragment, by_tensor, whole
+from atoll.optim.state.layout import Layout
 from atoll.optim.state.outer_state import OuterState
 from atoll.optim.state.updates import dense
 

@@ -26,7 +26,7 @@ from atoll.optim.methods.windows import Window
 from atoll.optim.methods.worker import Worker
 from atoll.optim.reducer import Commit, Reducer
 from atoll.optim.state import vectors
-from atoll.optim.state.layout import Fragment
+from atoll.optim.state.fragments import Fragment
 from atoll.optim.state.outer_state import OuterState
 from atoll.optim.state.outer_step import heavy_ball
 

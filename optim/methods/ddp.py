@@ -27,7 +27,8 @@ from atoll.optim.methods.base import Method, register, require
 from atoll.optim.methods.windows import Window
 from atoll.optim.methods.worker import Worker
 from atoll.optim.reducer import Commit
-from atoll.optim.state.layout import Fragment, Layout
+from atoll.optim.state.fragments import Fragment
+from atoll.optim.state.layout import Layout
 from atoll.optim.state.outer_state import OuterState
 from atoll.optim.state.outer_step import ADAMW_SUMS, adamw, clipped
 

@@ -25,7 +25,8 @@ from atoll.optim.methods.base import InnerName, Method, Shape, register, require
 from atoll.optim.methods.ddp import DDP
 from atoll.optim.methods.worker import Worker
 from atoll.optim.reduction.contribution import WeightRule
-from atoll.optim.state.layout import Fragment, Layout, by_tensor
+from atoll.optim.state.fragments import Fragment, by_tensor
+from atoll.optim.state.layout import Layout
 from atoll.optim.state.outer_state import OuterState
 from atoll.optim.state.outer_step import descend
 

@@ -38,8 +38,9 @@ from atoll.optim.methods.base import Method, StateFormat, register, require
 from atoll.optim.methods.windows import Window
 from atoll.optim.methods.worker import Worker
 from atoll.optim.reducer import Commit
-from atoll.optim.state import layout as cuts
-from atoll.optim.state.layout import Difference, Fragment, Layout
+from atoll.optim.state import fragments as cuts
+from atoll.optim.state.fragments import Difference, Fragment
+from atoll.optim.state.layout import Layout
 from atoll.optim.state.outer_state import OuterState
 from atoll.optim.state.outer_step import nesterov
 

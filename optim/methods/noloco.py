@@ -21,7 +21,8 @@ from atoll.compression import Codec, Fp32
 from atoll.optim.methods.base import Method, Shape, register, require
 from atoll.optim.methods.diloco import DiLoCo
 from atoll.optim.methods.worker import Worker
-from atoll.optim.state.layout import Fragment, Layout
+from atoll.optim.state.fragments import Fragment
+from atoll.optim.state.layout import Layout
 from atoll.optim.state.outer_state import OuterState
 from atoll.optim.state.outer_step import gossip
 

@@ -28,7 +28,8 @@ from atoll.compression.sparse import Sparse
 from atoll.optim.methods.base import Method, Shape, register
 from atoll.optim.methods.diloco import DiLoCo
 from atoll.optim.methods.worker import Worker
-from atoll.optim.state.layout import Fragment, Layout, tiled
+from atoll.optim.state.fragments import Fragment, tiled
+from atoll.optim.state.layout import Layout
 from atoll.optim.state.outer_state import OuterState
 from atoll.optim.state.outer_step import descend
 

@@ -30,7 +30,8 @@ from atoll.optim.methods import loops
 from atoll.optim.methods.windows import LossMean, PendingWindow, Window
 from atoll.optim.reducer import Commit, Contribution, Course, Reducer
 from atoll.optim.state import vectors
-from atoll.optim.state.layout import Difference, Fragment, Layout, LayoutError
+from atoll.optim.state.fragments import Difference, Fragment
+from atoll.optim.state.layout import Layout, LayoutError
 from atoll.optim.state.outer_state import is_finite
 from atoll.optim.state.parts import TensorPart, TensorParts
 from atoll.optim.state.places import Places, WholePlaces

@@ -23,7 +23,8 @@ from atoll.optim.methods import loops
 from atoll.optim.ranks.ranges import Range, ranges
 from atoll.optim.ranks.ranks import Message, Ranks
 from atoll.optim.state import dtensors, parts, vectors
-from atoll.optim.state.layout import Fragment, Layout, LayoutError
+from atoll.optim.state.fragments import Fragment
+from atoll.optim.state.layout import Layout, LayoutError
 from atoll.optim.state.parts import (
     Run,
     TensorPart,

@@ -15,7 +15,8 @@ from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from atoll.optim.state.layout import TILE, Dims, Fragment
+from atoll.optim.state.fragments import TILE, Fragment
+from atoll.optim.state.pieces import Dims
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -35,7 +35,8 @@ from atoll.optim.reducer import AS_PLANNED, Commit, Contribution, Course, Reduce
 from atoll.optim.reduction.cells import Bytes
 from atoll.optim.reduction.contribution import Feedback, Offer
 from atoll.optim.schedules import Stair, Timetable
-from atoll.optim.state.layout import Fragment, Layout
+from atoll.optim.state.fragments import Fragment
+from atoll.optim.state.layout import Layout
 from atoll.optim.state.parts import TensorPart, TensorParts
 
 

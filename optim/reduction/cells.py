@@ -46,18 +46,18 @@ from atoll.compression.blocks import squarable
 from atoll.compression.scratch import room, scratch
 from atoll.compression.sparse import CoordinateCodec, Sparse, SparseCodec
 from atoll.optim.state import vectors
-from atoll.optim.state.layout import (
+from atoll.optim.state.fragments import Fragment
+from atoll.optim.state.outer_state import is_finite
+from atoll.optim.state.outer_step import scalar
+from atoll.optim.state.pieces import (
     AT_ONCE,
     Dims,
-    Fragment,
     batches,
     codec_of,
     decode_batch,
     encode_pieces,
     grid,
 )
-from atoll.optim.state.outer_state import is_finite
-from atoll.optim.state.outer_step import scalar
 from atoll.optim.state.updates import Update
 
 SHORT = 1024  # values whose norm in fp32 is right to 2e-8; of 65,536 values it is to 1e-6

@@ -59,17 +59,17 @@ from atoll.optim.reduction.cells import (
     sums_of_squares,
 )
 from atoll.optim.state import vectors
-from atoll.optim.state.layout import (
+from atoll.optim.state.fragments import Difference
+from atoll.optim.state.outer_step import to_fp32
+from atoll.optim.state.pieces import (
     AT_ONCE,
     AT_ONCE_ON_DEVICE,
-    Difference,
     Dims,
     batches,
     decode_pieces,
     grid,
     piece_slices,
 )
-from atoll.optim.state.outer_step import to_fp32
 from atoll.optim.state.updates import Update, dense
 
 _log = logging.getLogger(__name__)

@@ -34,8 +34,10 @@ from atoll.compression import CodecError, Fp32, PowerSGD
 from atoll.compression.powersgd import as_matrix, matrix_shape, orthonormal, outer_sum, start_factor
 from atoll.optim.reduction.cells import Bytes, Cells, require_finite, unpack
 from atoll.optim.state import halves
-from atoll.optim.state.layout import Dims, Fragment, Layout, piece_slices
+from atoll.optim.state.fragments import Fragment
+from atoll.optim.state.layout import Layout
 from atoll.optim.state.outer_state import OuterState, StateError, is_finite
+from atoll.optim.state.pieces import Dims, piece_slices
 
 MIN_COMPRESSION_RATE = 2.0  # PyTorch's PowerSGD hook sends tensors that shrink by less whole
 INPUT = Fp32()  # a member keeps its matrices exact until they are settled: both factors need them

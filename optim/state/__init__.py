@@ -5,8 +5,10 @@ replica applies the decided updates (`updates`) to the same outer state (`outer_
 arithmetic (`outer_step`). `vectors` reuses the memory of long vectors.
 """
 
-from atoll.optim.state.layout import CELL, Fragment, FragmentError, Layout, LayoutError
+from atoll.optim.state.fragments import Fragment
+from atoll.optim.state.layout import CELL, Layout, LayoutError
 from atoll.optim.state.outer_state import Assembly, OuterState, StateError, merkle_root
+from atoll.optim.state.pieces import FragmentError
 
 __all__ = [
     "CELL",

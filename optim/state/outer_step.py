@@ -20,7 +20,8 @@ from torch import Tensor
 
 from atoll.compression.scratch import room
 from atoll.optim.state import halves
-from atoll.optim.state.layout import CELL, Fragment, whole
+from atoll.optim.state.fragments import Fragment, whole
+from atoll.optim.state.layout import CELL
 from atoll.optim.state.outer_state import OuterState, StateError
 from atoll.optim.state.updates import Update, for_each_run
 from atoll.optim.state.vectors import empty

@@ -18,7 +18,8 @@ from torch import Tensor, nn
 
 from atoll.compression import staging
 from atoll.optim.state import dtensors
-from atoll.optim.state.layout import Fragment, Layout, LayoutError
+from atoll.optim.state.fragments import Fragment
+from atoll.optim.state.layout import Layout, LayoutError
 from atoll.optim.state.parts import TensorPart, TensorParts, as_whole, mapped, parts_of
 
 Rule = Callable[..., None]

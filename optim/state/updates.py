@@ -17,7 +17,7 @@ from atoll.compression.scratch import room
 from atoll.compression.sparse import Sparse
 from atoll.compression.threads import share
 from atoll.optim.state import vectors
-from atoll.optim.state.layout import Fragment
+from atoll.optim.state.fragments import Fragment
 
 Update = Tensor | Sparse
 """All F values, fp32, or those of them that were sent, at their indices."""

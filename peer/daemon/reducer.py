@@ -55,7 +55,8 @@ from atoll.optim.reduction.contribution import (
 )
 from atoll.optim.schedules import Timetable
 from atoll.optim.state import vectors
-from atoll.optim.state.layout import Fragment, Layout, LayoutError
+from atoll.optim.state.fragments import Fragment
+from atoll.optim.state.layout import Layout, LayoutError
 from atoll.optim.state.outer_state import OuterState
 from atoll.peer import notices
 from atoll.peer.daemon.background import background_threads

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from atoll.dht.roster import PeerRecord
 from atoll.optim.methods.noloco import PairedMethod
 from atoll.optim.reduction.cells import Cells
-from atoll.optim.state.layout import Fragment, Layout
+from atoll.optim.state.fragments import Fragment
+from atoll.optim.state.layout import Layout
 from atoll.peer.rounds.context import PeerContext
 
 

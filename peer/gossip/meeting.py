@@ -30,8 +30,8 @@ from atoll.optim.log.entry import MalformedRecord
 from atoll.optim.reduction.cells import LENGTH, Cells, UpdateError, body_of
 from atoll.optim.reduction.contribution import WorkRefused, work_weight
 from atoll.optim.state import vectors as memory
-from atoll.optim.state.layout import encode_pieces
 from atoll.optim.state.outer_state import OuterState, is_finite
+from atoll.optim.state.pieces import encode_pieces
 from atoll.peer.gossip.context import GossipContext
 from atoll.peer.gossip.messages import (
     AHEAD,

@@ -24,7 +24,8 @@ from atoll.coordinator.run.spec_problems import SpecError
 from atoll.optim import methods
 from atoll.optim.inner import NEWTON_SCHULZ_STEPS, muon_groups
 from atoll.optim.methods.base import Method
-from atoll.optim.state.layout import FragmentError, Layout
+from atoll.optim.state.layout import Layout
+from atoll.optim.state.pieces import FragmentError
 from atoll.peer.lab.measured import GAP_BY_WINDOW, GAP_BY_WORKERS, METHODS, Measured
 from atoll.peer.lab.plan import Prediction, Setting, predict, sizes_of
 from atoll.peer.lab.simulation_settings import RATE_SHARES

@@ -36,7 +36,9 @@ from atoll.optim.log.replay import cells_of
 from atoll.optim.methods.base import Method
 from atoll.optim.reduction.cells import LENGTH, SPARSE_AT_ONCE, Cells
 from atoll.optim.schedules import Timetable
-from atoll.optim.state.layout import AT_ONCE, Dims, Fragment, Layout, codec_of
+from atoll.optim.state.fragments import Fragment
+from atoll.optim.state.layout import Layout
+from atoll.optim.state.pieces import AT_ONCE, Dims, codec_of
 from atoll.peer.lab.work import timed
 from atoll.peer.training import models
 from atoll.peer.training.data import load as data

@@ -22,8 +22,10 @@ from atoll.optim.log.replay import cells_of, residual_of
 from atoll.optim.methods.base import Method
 from atoll.optim.reducer import Contribution
 from atoll.optim.reduction.cells import Bytes, pack
-from atoll.optim.state.layout import Fragment, Layout, decode_pieces, encode_pieces
+from atoll.optim.state.fragments import Fragment
+from atoll.optim.state.layout import Layout
 from atoll.optim.state.outer_state import OuterState
+from atoll.optim.state.pieces import decode_pieces, encode_pieces
 from atoll.optim.state.updates import Update
 from atoll.peer.rounds.allreduce.reduction import (
     PartRange,

@@ -15,7 +15,7 @@ LEAST_S = 1e-3  # of a piece: what differs below is chance
 
 
 @dataclass(kw_only=True)
-class _Pace:
+class _Giving:
     byte_s: float | None = None
     """smoothed seconds for a byte, from the question on; None if it has given nothing"""
     failures: float = 0.0
@@ -27,7 +27,7 @@ class Paces:
 
     def __init__(self) -> None:
         """Know nobody."""
-        self._paces: dict[str, _Pace] = {}
+        self._paces: dict[str, _Giving] = {}
 
     def gave(self, donor: str, wire_bytes: int, took_s: float) -> None:
         """Take into account a piece that came and is what it should be."""
@@ -62,8 +62,8 @@ class Paces:
         fastest = min(known.values(), default=1.0)
         return {donor: known.get(donor, fastest) for donor in donors}
 
-    def _met(self, donor: str) -> _Pace:
-        pace = self._paces.pop(donor, None) or _Pace()
+    def _met(self, donor: str) -> _Giving:
+        pace = self._paces.pop(donor, None) or _Giving()
         self._paces[donor] = pace  # as the last to be forgotten
         if len(self._paces) > MAX_PACES:
             del self._paces[next(iter(self._paces))]

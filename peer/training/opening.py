@@ -11,8 +11,9 @@ from atoll.compression.activations import parse_activations
 from atoll.compression.base import CodecError
 from atoll.coordinator.run.spec import RunSpec
 from atoll.optim.log.module import WHOLE
-from atoll.optim.state.layout import FragmentError, Layout
+from atoll.optim.state.layout import Layout
 from atoll.optim.state.outer_state import OuterState
+from atoll.optim.state.pieces import FragmentError
 from atoll.peer.errors import ModelError
 from atoll.peer.pipeline.placement import StageNeeds
 from atoll.peer.training import models, stages

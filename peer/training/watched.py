@@ -11,7 +11,8 @@ from typing import Any
 from torch import Tensor
 
 from atoll.optim.reducer import AS_PLANNED, Commit, Contribution, Course, Reducer, Settle
-from atoll.optim.state.layout import Fragment, Layout
+from atoll.optim.state.fragments import Fragment
+from atoll.optim.state.layout import Layout
 from atoll.optim.state.places import Places
 from atoll.peer.training.beside import BesideWaits
 

@@ -4,7 +4,6 @@ import asyncio
 
 from atoll.dht.transport import PeerUnreachable
 from atoll.optim.log.entry import sha256
-from atoll.optim.state import layout as cuts
 from atoll.optim.state.layout import Layout
 from atoll.peer.rounds import policies
 from atoll.peer.rounds.allreduce.sides import Owner
@@ -12,6 +11,7 @@ from atoll.peer.rounds.consensus.polls import Polls
 from atoll.peer.rounds.consensus.round_events import SendProposal
 from atoll.peer.rounds.messages import ALIVE
 from support.attackers import report, stop_at
+from support.cells import use_cells
 from support.swarm import SETTINGS, reached, run_swarm
 
 CELL_VALUES = 64
@@ -20,7 +20,7 @@ CELLS = 64
 
 def test_parts_that_an_owner_loses_in_turn_end_no_term(tmp_path, monkeypatch):
     """Each cost a proposal, of which a term has four; electors refused before the leader knew."""
-    monkeypatch.setattr(cuts, "CELL", CELL_VALUES)
+    use_cells(monkeypatch, CELL_VALUES)
     monkeypatch.setattr(policies, "MIN_PART_BYTES", 1)
     send, ask = Owner.send_results, Polls.ask
     lost, owned_parts, proposals = set(), {}, []

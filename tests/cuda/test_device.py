@@ -8,7 +8,8 @@ from atoll.compression.scratch import TILE
 from atoll.coordinator.run.sections import InnerSection
 from atoll.optim import in_process, methods
 from atoll.optim.log.replay import residual_of
-from atoll.optim.state.layout import Layout, decode_pieces
+from atoll.optim.state.layout import Layout
+from atoll.optim.state.pieces import decode_pieces
 from atoll.peer.training import models, saved
 from atoll.peer.training.devices import Device
 from atoll.peer.training.fit import Fit

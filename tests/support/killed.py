@@ -9,7 +9,7 @@ from typing import Any
 from atoll.coordinator.run.keys import RunKeys
 from atoll.optim.log.claims import Claim
 from atoll.optim.methods import parse
-from atoll.optim.state import layout, mapped, outer_step
+from atoll.optim.state import fragments, layout, mapped, outer_step
 from support.forks import FORKS
 from support.limits import DEADLINE_S
 from support.logs import open_replica
@@ -42,7 +42,7 @@ def _apply(
     entries: Sequence[tuple[Claim, bytes]],
 ) -> None:
     mapped.IN_MEMORY = ()  # the tests' folder may lie there
-    layout.RUN = layout.CELL  # else each entry is one run
+    fragments.RUN = layout.CELL  # else each entry is one run
     replica = open_replica(
         folder,
         RunKeys.load_or_create(keys),

@@ -3,7 +3,7 @@
 from torch import Tensor
 
 from atoll.optim.reducer import Commit, Contribution
-from atoll.optim.state.layout import whole
+from atoll.optim.state.fragments import whole
 
 
 class ScriptedReducer:

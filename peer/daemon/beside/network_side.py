@@ -39,7 +39,8 @@ from atoll.coordinator.run.phases import RoundPhase
 from atoll.coordinator.run.spec import RunSpec
 from atoll.optim.ranks.residuals import RemoteResidual, Settlement
 from atoll.optim.reducer import Commit, Contribution
-from atoll.optim.state.layout import Difference, Layout
+from atoll.optim.state.fragments import Difference
+from atoll.optim.state.layout import Layout
 from atoll.optim.state.outer_state import OuterState
 from atoll.peer import notices
 from atoll.peer.daemon.beside.channel import Channel, ChannelClosed

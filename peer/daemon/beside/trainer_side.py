@@ -49,7 +49,8 @@ from atoll.optim.reducer import (
 )
 from atoll.optim.schedules import Timetable, WindowEnd
 from atoll.optim.state import vectors
-from atoll.optim.state.layout import Difference, Fragment, Layout
+from atoll.optim.state.fragments import Difference, Fragment
+from atoll.optim.state.layout import Layout
 from atoll.peer.daemon.beside import starting
 from atoll.peer.daemon.beside.channel import Channel, ChannelClosed
 from atoll.peer.daemon.beside.segments import use_for_vectors

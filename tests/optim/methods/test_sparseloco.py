@@ -7,7 +7,7 @@ import torch
 
 from atoll.compression import CodecError
 from atoll.optim.methods import parse
-from atoll.optim.state import layout as cuts
+from atoll.optim.state import fragments as cuts
 from atoll.optim.state.layout import Layout
 from support.toys import Team, flat, net
 

@@ -3,7 +3,8 @@ import torch
 
 from atoll.optim import methods
 from atoll.optim.ranks.ranges import ranges
-from atoll.optim.state.layout import CELL, TILE, Layout
+from atoll.optim.state.fragments import TILE
+from atoll.optim.state.layout import CELL, Layout
 
 LAYOUT = Layout(
     names=("table", "blocks.0.w", "blocks.0.b", "blocks.1.w", "blocks.1.b", "head"),

@@ -21,7 +21,8 @@ from atoll.optim.reduction.cells import (
     pack,
     unpack,
 )
-from atoll.optim.state.layout import CELL, Fragment, Layout, by_tensor, tiled, whole
+from atoll.optim.state.fragments import Fragment, by_tensor, tiled, whole
+from atoll.optim.state.layout import CELL, Layout
 
 N = 2 * CELL + 700
 CODEC = parse("int8")

@@ -8,15 +8,9 @@ from torch import Tensor
 from atoll.compression import parse
 from atoll.optim.reduction.cells import Cells, body_of, sums_of_squares
 from atoll.optim.reduction.contribution import LARGE_PAGE_BYTES, Feedback, Offer
-from atoll.optim.state.layout import (
-    CELL,
-    Difference,
-    Fragment,
-    Layout,
-    grid,
-    piece_slices,
-    tiled,
-)
+from atoll.optim.state.fragments import Difference, Fragment, tiled
+from atoll.optim.state.layout import CELL, Layout
+from atoll.optim.state.pieces import grid, piece_slices
 from atoll.optim.state.vectors import joined_bytes
 
 NUM_CELLS = 3

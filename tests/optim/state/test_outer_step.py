@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from atoll.optim import Layout, OuterState, StateError, nesterov
-from atoll.optim.state import layout, outer_step
-from atoll.optim.state.layout import strided
+from atoll.optim.state import fragments, outer_step
+from atoll.optim.state.fragments import strided
 from atoll.optim.state.outer_step import (
     ADAMW_SUMS,
     adamw,
@@ -85,7 +85,7 @@ def test_apply_leaves_the_old_state_as_it_was():
 
 @pytest.mark.parametrize("gives_way", [False, True])
 def test_any_number_of_threads_gives_the_same_bits(monkeypatch, gives_way):
-    monkeypatch.setattr(layout, "RUN", 10_000)  # of which each thread takes several
+    monkeypatch.setattr(fragments, "RUN", 10_000)  # of which each thread takes several
     threads = torch.get_num_threads()
     try:
         roots = set()

@@ -9,7 +9,7 @@ from atoll.optim import methods
 from atoll.optim.log.replay import cells_of
 from atoll.optim.reduction.cells import Cells, UpdateError, body_of
 from atoll.optim.reduction.sparse_mean import SparseMean
-from atoll.optim.state import layout as cuts
+from atoll.optim.state import fragments as cuts
 from atoll.optim.state.layout import Layout
 from atoll.optim.state.outer_state import OuterState, StateError
 from atoll.optim.state.outer_step import descend

@@ -16,7 +16,7 @@ from atoll.optim.log.live_replica import Applied
 from atoll.optim.log.orders import RunSettings
 from atoll.optim.reducer import Course
 from atoll.optim.reduction.contribution import Feedback, WorkRefused
-from atoll.optim.state import layout as cuts
+from atoll.optim.state import fragments as cuts
 from atoll.optim.state.layout import CELL, Layout, LayoutError
 from atoll.optim.state.outer_state import OuterState
 from atoll.peer.daemon import reducer, views

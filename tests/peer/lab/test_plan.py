@@ -12,7 +12,8 @@ from atoll.coordinator.run.spec import RunSpec
 from atoll.optim import in_process, methods
 from atoll.optim.log.replay import cells_of
 from atoll.optim.reduction.cells import LENGTH, TERM
-from atoll.optim.state.layout import Layout, codec_of
+from atoll.optim.state.layout import Layout
+from atoll.optim.state.pieces import codec_of
 from atoll.peer.lab import plan
 from atoll.peer.lab.plan import PlanError, Setting, predict
 from atoll.peer.lab.work import Work, timed

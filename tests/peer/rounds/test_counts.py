@@ -6,9 +6,9 @@ from collections import Counter
 
 import pytest
 
-from atoll.optim.state import layout as cuts
 from atoll.optim.state.layout import Layout
 from atoll.peer.rounds.consensus.dissemination import FAN_OUT
+from support.cells import use_cells
 from support.swarm import reached, run_swarm
 
 CELL_VALUES = 64
@@ -45,7 +45,7 @@ def count_a_round(folder, num_peers):
 @pytest.fixture(scope="module")
 def counted(tmp_path_factory):
     patch = pytest.MonkeyPatch()
-    patch.setattr(cuts, "CELL", CELL_VALUES)
+    use_cells(patch, CELL_VALUES)
     try:
         return {n: count_a_round(tmp_path_factory.mktemp(f"swarm-{n}"), n) for n in FEW_AND_MANY}
     finally:
@@ -87,7 +87,7 @@ def test_whoever_is_missing_is_asked_once_or_twice_where_they_are(counted):
 
 def test_a_dense_round_costs_what_it_did_before_modules(tmp_path, monkeypatch):
     """The numbers are those of commit e6d4b98; bytes may vary a little with zlib."""
-    monkeypatch.setattr(cuts, "CELL", CELL_VALUES)
+    use_cells(monkeypatch, CELL_VALUES)
 
     async def scenario(swarm):
         sent = Counter()

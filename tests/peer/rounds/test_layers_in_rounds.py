@@ -9,7 +9,8 @@ from atoll.optim.log.entry import Entry
 from atoll.optim.log.replay import Replay
 from atoll.optim.methods import parse as parse_method
 from atoll.optim.reduction.cells import unpack
-from atoll.optim.state.layout import Layout, codec_of
+from atoll.optim.state.layout import Layout
+from atoll.optim.state.pieces import codec_of
 from support.swarm import Swarm
 
 LAYOUT = Layout(

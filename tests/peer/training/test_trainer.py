@@ -14,7 +14,7 @@ from torch import nn
 from atoll.coordinator.run.spec import RunSpec
 from atoll.optim.inprocess.rounds import InProcessGroup, in_process
 from atoll.optim.reducer import Commit
-from atoll.optim.state.layout import whole
+from atoll.optim.state.fragments import whole
 from atoll.peer.daemon import process
 from atoll.peer.errors import ModelError, SavedStateError
 from atoll.peer.training import learner, saved

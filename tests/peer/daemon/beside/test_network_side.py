@@ -12,7 +12,7 @@ from atoll.coordinator.run.invite import Invite
 from atoll.optim.ranks.residuals import RemoteResidual
 from atoll.optim.reduction.contribution import WorkRefused
 from atoll.optim.state import vectors
-from atoll.optim.state.layout import Difference
+from atoll.optim.state.fragments import Difference
 from atoll.peer.daemon.beside.network_side import options_of
 from atoll.peer.daemon.beside.trainer_side import _told
 from atoll.peer.daemon.options import LinkRates, PeerOptions

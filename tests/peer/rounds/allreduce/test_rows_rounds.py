@@ -6,13 +6,13 @@ import pytest
 import torch
 
 from atoll.optim.reduction.robust import rule_of
-from atoll.optim.state import layout as cuts
 from atoll.optim.state.layout import CELL, Layout
 from atoll.peer.rounds import messages, policies
 from atoll.peer.rounds.allreduce import exchange
 from atoll.peer.rounds.allreduce.rows import RelayedPart, RowReduction
 from atoll.peer.rounds.consensus.ballots import leader_of
 from atoll.peer.rounds.messages import REDUCE, UPFRONT
+from support.cells import use_cells
 from support.streams import heads
 from support.strikes import COMMIT_S, KINDS, Strike, expect_no_work_lost, expect_sums, run_strike
 from support.swarm import reached, run_swarm
@@ -25,7 +25,7 @@ LONGER_THAN_A_ROUND = 500
 
 def small_rows(monkeypatch):
     """Nine peers are in three rows."""
-    monkeypatch.setattr(cuts, "CELL", CELL_VALUES)
+    use_cells(monkeypatch, CELL_VALUES)
     monkeypatch.setattr(messages, "RELAYED_ABOVE", 2)
     monkeypatch.setattr(policies, "ROW_SHAPE", 1)
 
@@ -161,7 +161,7 @@ def test_a_relay_that_falls_silent_after_its_first_sums_is_left_out_alone(
 
 def test_a_slow_link_that_nobody_knew_of_costs_its_row_nothing(tmp_path, monkeypatch):
     small_rows(monkeypatch)
-    monkeypatch.setattr(cuts, "CELL", CELL)
+    use_cells(monkeypatch, CELL)
 
     async def scenario(swarm):
         peers = [swarm.add(link_mbit_s=20.0, declared_mbit_s=20.0) for _ in range(PEERS - 1)]

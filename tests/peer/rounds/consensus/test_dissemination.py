@@ -5,9 +5,9 @@ from collections import Counter
 
 import pytest
 
-from atoll.optim.state import layout as cuts
 from atoll.optim.state.layout import Layout
 from atoll.peer.rounds.consensus.dissemination import FAN_OUT, branches
+from support.cells import use_cells
 from support.swarm import reached, run_swarm
 
 CELL_VALUES = 64
@@ -27,7 +27,7 @@ def test_at_most_eight_branches_of_nearly_equal_size():
 
 
 def run(tmp_path, monkeypatch, scenario):
-    monkeypatch.setattr(cuts, "CELL", CELL_VALUES)
+    use_cells(monkeypatch, CELL_VALUES)
     run_swarm(tmp_path, scenario, layout=LAYOUT)
 
 

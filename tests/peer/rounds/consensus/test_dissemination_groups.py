@@ -8,12 +8,12 @@ import pytest
 from atoll.dht.refusals import RefusalCode
 from atoll.dht.transport import Refused
 from atoll.optim.log.entry import MalformedRecord, Member
-from atoll.optim.state import layout as cuts
 from atoll.optim.state.layout import Layout
 from atoll.peer.rounds.consensus import dissemination
 from atoll.peer.rounds.consensus.dissemination import PATIENCE_STALLS, group_of, group_payload
 from atoll.peer.rounds.messages import MAX_GROUP_BYTES, Closed, Group, PartPlan, deflated, inflated
 from support import strikes
+from support.cells import use_cells
 from support.strikes import KINDS, Strike, run_strike
 from support.swarm import RUN_ID, SETTINGS, reached, run_swarm
 
@@ -86,7 +86,7 @@ def test_what_is_no_deflated_group_is_refused(data):
 
 
 def run(tmp_path, monkeypatch, scenario):
-    monkeypatch.setattr(cuts, "CELL", CELL_VALUES)
+    use_cells(monkeypatch, CELL_VALUES)
     run_swarm(tmp_path, scenario, layout=LAYOUT)
 
 

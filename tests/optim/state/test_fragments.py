@@ -5,8 +5,10 @@ import torch
 
 from atoll.compression import parse
 from atoll.optim.methods import parse as parse_method
-from atoll.optim.state import layout as cuts
-from atoll.optim.state.layout import CELL, Difference, FragmentError, Layout
+from atoll.optim.state import fragments as cuts
+from atoll.optim.state.fragments import Difference
+from atoll.optim.state.layout import CELL, Layout
+from atoll.optim.state.pieces import FragmentError, decode_pieces, encode_pieces
 
 LAYOUT = Layout(
     names=("embedding.w", "blocks.0.a", "blocks.0.b", "blocks.1.a", "blocks.2.a", "norm.w"),
@@ -80,7 +82,7 @@ def test_cosine_chunks_do_not_notice_that_a_tensor_is_cut(spec):
     layout, codec = Layout(names=("w",), shapes=((1_024, 320),)), parse(spec)
     values = torch.randn(layout.numel, generator=torch.Generator().manual_seed(1))
     pieces = cuts.by_tensor(layout).pieces
-    cut = cuts.decode_pieces(codec, cuts.encode_pieces(codec, values, pieces), pieces)
+    cut = decode_pieces(codec, encode_pieces(codec, values, pieces), pieces)
     whole = codec.decode(codec.encode(values.view(1_024, 320)), (1_024, 320))
     torch.testing.assert_close(cut, whole.view(-1), rtol=1e-5, atol=1e-6)
 
@@ -128,14 +130,14 @@ def test_a_mask_says_which_values_lie_in_some_pieces():
 def test_frames_that_do_not_fit_are_refused():
     codec = parse("int8")
     values = torch.randn(20)
-    frames = cuts.encode_pieces(codec, values, ((5,), (15,)))
+    frames = encode_pieces(codec, values, ((5,), (15,)))
     torch.testing.assert_close(
-        cuts.decode_pieces(codec, frames, ((5,), (15,))), values, rtol=0.0, atol=0.02
+        decode_pieces(codec, frames, ((5,), (15,))), values, rtol=0.0, atol=0.02
     )
     with pytest.raises(FragmentError, match="2 frames"):
-        cuts.decode_pieces(codec, frames[:1], ((5,), (15,)))
+        decode_pieces(codec, frames[:1], ((5,), (15,)))
     with pytest.raises(FragmentError, match="piece 0"):
-        cuts.decode_pieces(codec, frames, ((6,), (14,)))
+        decode_pieces(codec, frames, ((6,), (14,)))
 
 
 def test_values_are_aligned_with_their_places_in_vectors():

@@ -188,50 +188,53 @@ class Bodies:
             while (donor := self._next(entry, piece, failed)) is not None:
                 self._asked[donor.name] += 1
                 try:
-                    await asyncio.sleep(self._rest_s(donor))
-                    await self._ask(entry, piece, into, donor)
-                    return donor.name
-                except GaveWay:
-                    self._in_round_until[donor.name] = _now_s() + ASK_AGAIN_S
-                except FETCH_ERRORS as error:
-                    self._note_failure(entry, donor, error, failed)
+                    if await self._gives(entry, piece, into, donor, failed):
+                        return donor.name
                 finally:
                     self._asked[donor.name] -= 1
         raise PeerUnreachable(f"no peer has the body of entry {entry.position}")
 
-    async def _ask(self, entry: Entry, piece: BodyPiece, into: memoryview, donor: Donor) -> None:
-        """Fetch a piece of one donor, and note how long that took."""
+    async def _gives(
+        self, entry: Entry, piece: BodyPiece, into: memoryview, donor: Donor, failed: set[str]
+    ) -> bool:
+        """Return whether a donor gives a piece, and note what that tells of it."""
+        await asyncio.sleep(self._rest_s(donor))
         gives_way, began_s = entry.position in self._giving_way, _now_s()
         try:
             await donor.source.body(entry.position, piece.start, into, gives_way=gives_way)
             took_s = _now_s() - began_s
             await self._compute(split_parts, entry, piece.parts, into)
         except GaveWay:
-            raise
-        except FETCH_ERRORS:
-            self._paces.failed(donor.name, len(into), _now_s() - began_s)
-            raise
+            self._in_round_until[donor.name] = _now_s() + ASK_AGAIN_S
+            return False
+        except FETCH_ERRORS as error:
+            if donor.name not in failed:  # once for an entry, however many of its pieces
+                failed.add(donor.name)
+                self._paces.failed(donor.name, len(into), _now_s() - began_s)
+                self._on_failure(entry, donor, error)
+            return False
         self._paces.gave(donor.name, len(into), took_s)
+        return True
 
     def _rest_s(self, donor: Donor) -> float:
         """Return how long a donor is left to its round; others are asked first."""
         return max(0.0, self._in_round_until.get(donor.name, 0.0) - _now_s())
 
     def _next(self, entry: Entry, piece: BodyPiece, failed: set[str]) -> Donor | None:
-        """Return the donor that is done first, but for those that failed."""
+        """Return the donor that should be done first, but for those that failed."""
         left = [d for d in holders(entry, piece, [*self._donors.values()]) if d.name not in failed]
-        paces = self._paces.of([donor.name for donor in left])
-        return min(left, key=lambda donor: self._load(donor) * paces[donor.name], default=None)
+        byte_s = self._paces.of([donor.name for donor in left])
+        # Nobody knows how long a round takes, so who is in one counts as no faster than the others.
+        idle_s = [byte_s[donor.name] for donor in left if self._rest_s(donor) == 0]
+        for donor in left:
+            if self._rest_s(donor) > 0:
+                byte_s[donor.name] = max(byte_s[donor.name], min(idle_s, default=0.0))
+        return min(left, key=lambda donor: self._load(donor) * byte_s[donor.name], default=None)
 
     def _load(self, donor: Donor) -> float:
         """Return the pieces that it gives until one more is done; each failure counts as one."""
         in_round = IN_ROUND_PIECES if self._rest_s(donor) > 0 else 0
         return self._asked[donor.name] + self._paces.failures(donor.name) + in_round + 1
-
-    def _note_failure(self, entry: Entry, donor: Donor, error: Exception, failed: set[str]) -> None:
-        if donor.name not in failed:  # once for an entry, however many of its pieces were asked for
-            failed.add(donor.name)
-            self._on_failure(entry, donor, error)
 
 
 def _now_s() -> float:
@@ -251,7 +254,10 @@ def pieces(entry: Entry) -> Iterator[BodyPiece]:
 
 
 def holders(entry: Entry, piece: BodyPiece, donors: Sequence[Donor]) -> list[Donor]:
-    """Return the donors with an entry's body, in another order for each piece: all give a share."""
+    """Return the donors with an entry's body, in another order for each piece.
+
+    So all of those give a share that would be done at once.
+    """
     start = (entry.position + piece.parts.start) % len(donors) if donors else 0
     turn = [*donors[start:], *donors[:start]]
     return [d for d in turn if d.head.first_body <= entry.position < d.head.position]

@@ -9,7 +9,7 @@ import tracemalloc
 
 import pytest
 
-from atoll.dht import libp2p
+from atoll.dht import libp2p, libp2p_stream
 from atoll.dht.arrivals import PEER_BYTES
 from atoll.dht.libp2p import MAX_STREAMS_PER_PEER, LibP2PTransport
 from atoll.dht.transport import MAX_CALL_BYTES, MAX_MESSAGE_BYTES, Mark, encode_open
@@ -79,7 +79,8 @@ def test_headers_without_a_body_cost_little_memory():
 
 
 def test_unread_messages_of_one_member_are_bounded_over_all_its_streams(monkeypatch):
-    monkeypatch.setattr(libp2p, "LINGER_S", 0.05)  # half a frame of a closed stream waits so long
+    # Half a frame of a closed stream waits so long.
+    monkeypatch.setattr(libp2p_stream, "LINGER_S", 0.05)
 
     async def main():
         bringer, transport = await started()

@@ -63,6 +63,7 @@ def test_p2pd_that_dies_comes_back_with_the_same_identity_and_port(swarm, a, b):
         async def told():
             back.set()
 
+        await b.roster.publish(record(b, position=0), 60)
         stream = await a.transport.open(b.peer_id, "echo", timeout_s=10)
         await stream.send(b"x", timeout_s=10)
         assert await stream.recv(timeout_s=10) == b"x"

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from atoll.dht.libp2p import LibP2PStream
+from atoll.dht.libp2p_stream import LibP2PStream
 from atoll.dht.refusals import RefusalCode
 from atoll.dht.transport import (
     FIRST_BYTES,

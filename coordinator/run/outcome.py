@@ -34,8 +34,8 @@ WORDS = {
     "contribution",
     Outcome.NOT_READY: "not counted: its window had not ended yet",
     Outcome.LATE: "not counted: this peer reported after the group had closed; the work stays in "
-    "the next contribution; if it repeats, ask the organiser for a longer round.grace_s or for "
-    'outer.windows = "deadline"',
+    "the next contribution; if it repeats, ask the organiser for a longer round.grace_s, or for "
+    'outer.windows = "deadline" if windows are equal',
     Outcome.LEADER_LOST: "not counted: the round's leader was not reached, or fell silent; the "
     "work stays in the next contribution; if it repeats, run `atoll doctor INVITE`",
     Outcome.LEFT_OUT: "not counted: the leader left this peer out, as slow or silent; the work "

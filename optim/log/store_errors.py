@@ -1,4 +1,4 @@
-"""What a log on disk cannot do.
+"""A log on disk raises these errors.
 
 StoreError
 StoreCorrupt      the file is no database, or a damaged one

@@ -1,4 +1,4 @@
-"""How well donors give, one beside another.
+"""Paces compare how well donors give.
 
 Where one entry after the other is missing, each is one piece of one donor, and those after it wait:
 a donor that needs half a minute for what another one gives in two seconds holds up all of them.
@@ -25,7 +25,7 @@ class _Giving:
 
 
 class Paces:
-    """What donors gave of late."""
+    """Remembers what donors gave of late."""
 
     def __init__(self) -> None:
         """Know nobody."""

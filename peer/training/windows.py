@@ -1,4 +1,4 @@
-"""How long a peer's windows are: by the run's rule, and each brought in step with the others'."""
+"""Windows of a peer get their length by the run's rule, and each is brought in step once."""
 
 import math
 from collections.abc import Callable, Sequence

@@ -171,6 +171,7 @@ class LogRun:
                     RoundPhase.RECOVER, self.replica.position, left=left
                 ),
                 fallback=self._source,
+                stream=self.ctx.link.inflow.stream,
             ),
             on_recovered=self._on_recovered,
             on_leap=self._on_leap,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
@@ -58,13 +59,21 @@ class Bodies:
     digest: who gave a wrong one is known.
     """
 
-    def __init__(self, *, compute: Compute, on_failure: OnFailure, paces: Paces) -> None:
+    def __init__(
+        self,
+        *,
+        compute: Compute,
+        on_failure: OnFailure,
+        paces: Paces,
+        stream: Callable[[], AbstractAsyncContextManager[object]] = nullcontext,
+    ) -> None:
         """Use as a context, for one try: what is still under way at its end is given up.
 
         Args:
             compute: hashes what came.
             on_failure: called with a donor that did not give what an entry names.
             paces: of donors, as far as they were asked before.
+            stream: waits until the own link has time for one piece more.
         """
         self._entries: list[Entry] = []
         self._turns: dict[int, int] = {}
@@ -74,6 +83,7 @@ class Bodies:
         self._compute = compute
         self._on_failure = on_failure
         self._paces = paces
+        self._stream = stream
         paces.forgive()
         self._giving_way = set[int]()
         """positions before which the rounds of donors come"""
@@ -184,7 +194,7 @@ class Bodies:
             into: the place for it.
             failed: takes the donors that failed, which are asked for nothing more of this entry.
         """
-        async with self._streams:
+        async with self._streams, self._stream():
             while (donor := self._next(entry, piece, failed)) is not None:
                 self._asked[donor.name] += 1
                 try:

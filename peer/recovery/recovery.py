@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Collection, Sequence
-from contextlib import suppress
+from contextlib import AbstractAsyncContextManager, nullcontext, suppress
 from dataclasses import dataclass
 
 from atoll.coordinator.run.notice import Report
@@ -57,6 +57,7 @@ class Recovery:
         on_progress: Callable[[str, int], None],
         on_taken: OnTaken = lambda position: None,
         fallback: LastSource | None = None,
+        stream: Callable[[], AbstractAsyncContextManager[object]] = nullcontext,
     ) -> None:
         """Recover from others that follow the same log.
 
@@ -70,6 +71,7 @@ class Recovery:
             on_taken: called with the position of each entry that is new in the log here.
             fallback: the coordinator, which proves what peers offer, and is in no round: it gives a
                 part of what a newcomer needs, and else is asked last.
+            stream: waits until the own link has time for one piece of a body more.
         """
         self._replica = replica
         self._sources = sources
@@ -79,6 +81,7 @@ class Recovery:
         self._on_progress = on_progress
         self._on_taken = on_taken
         self._fallback = fallback
+        self._stream = stream
         self._leaves = Leaves(replica, on_event=on_event, on_progress=on_progress)
         self._told_disproved = ""
         self._paces = Paces()
@@ -334,7 +337,12 @@ class Recovery:
         return bool(claims)
 
     def _bodies(self) -> Bodies:
-        return Bodies(compute=self._replica.compute, on_failure=self._on_failure, paces=self._paces)
+        return Bodies(
+            compute=self._replica.compute,
+            on_failure=self._on_failure,
+            paces=self._paces,
+            stream=self._stream,
+        )
 
     async def _add(
         self, bodies: Bodies, claims: Sequence[Claim], donors: Sequence[Donor], *, is_new: bool

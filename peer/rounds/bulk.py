@@ -39,6 +39,8 @@ class Throttle:
         """Hold back nobody until `rate_mbit_s` is set."""
         self.rate_mbit_s = math.inf
         self._free_at_s = 0.0
+        self._spare_bytes = 0
+        """which have had their time"""
 
     @property
     def is_limited(self) -> bool:
@@ -51,10 +53,17 @@ class Throttle:
         Also the first of a burst waits for its own: several streams that begin at once would
         otherwise pass a megabyte each, which is seconds of a link with a low cap.
         """
+        spare = min(num_bytes, self._spare_bytes)
+        self._spare_bytes -= spare
+        num_bytes -= spare
         now_s = asyncio.get_running_loop().time()
         self._free_at_s = max(self._free_at_s, now_s) + num_bytes * BITS / self.rate_mbit_s
         if self._free_at_s > now_s:
             await asyncio.sleep(self._free_at_s - now_s)
+
+    def give_back(self, num_bytes: int) -> None:
+        """Let others have the time of bytes that have waited for it, and did not pass."""
+        self._spare_bytes += num_bytes
 
 
 class Inflow:
@@ -114,10 +123,14 @@ class Inflow:
             yield came
         finally:
             self._asked -= left
+            if self.is_limited and left == num_bytes:
+                self._pace.give_back(left)  # a donor that refuses costs none of the rate
 
     @asynccontextmanager
     async def stream(self) -> AsyncIterator[None]:
         """Wait until one of few may ask for one piece after the other, which all take the rate.
+
+        Wait before a donor is chosen: who is done first changes meanwhile.
 
         More would not be faster. Each would be slower, so that the donor seems not worth waiting
         for, and what it has sent is lost.

@@ -172,18 +172,16 @@ async def fetch_body(
     Over a link with a cap they are asked for a little at a time: else all of them come at once.
     Then the first request alone gives way: what has come would be lost, as all comes again.
     """
-    inflow = ctx.link.inflow
-    step = LEAF_BYTES if inflow.is_limited else max(1, len(into))
-    async with inflow.stream():
-        for first in range(0, len(into), step):
-            some, at = into[first : first + step], start + first
-            request = BodyRequest(
-                position=position,
-                start=at,
-                stop=at + len(some),
-                gives_way=gives_way and first == 0,
-            )
-            await _fill(ctx, peer, request, some)
+    step = LEAF_BYTES if ctx.link.inflow.is_limited else max(1, len(into))
+    for first in range(0, len(into), step):
+        some, at = into[first : first + step], start + first
+        request = BodyRequest(
+            position=position,
+            start=at,
+            stop=at + len(some),
+            gives_way=gives_way and first == 0,
+        )
+        await _fill(ctx, peer, request, some)
 
 
 async def _fill(ctx: Asking, peer: str, request: BodyRequest, into: memoryview) -> None:

@@ -323,6 +323,22 @@ def test_a_donor_that_was_slow_once_is_asked_again():
     assert run_virtual(main()) > 5
 
 
+def test_a_donor_is_chosen_once_the_own_link_has_time_for_a_piece():
+    async def main():
+        one, failures = asyncio.Semaphore(1), []
+        sources = [SlowSource(name="fast"), SlowSource(name="slow", took_s=20.0)]
+        entries = [entry(position) for position in range(BODIES_AHEAD)]
+        async with Bodies(
+            compute=at_once, on_failure=failures.append, paces=Paces(), stream=lambda: one
+        ) as some:
+            some.add(entries, [donor(source) for source in sources])
+            for each in entries:
+                await some.of(each)
+        return len(sources[1].asked)
+
+    assert run_virtual(main()) == 1
+
+
 def test_a_donor_that_was_away_for_long_gives_again():
     async def main():
         paces, sizes = Paces(), (PIECE_BYTES,) * (2 * STREAMS)

@@ -133,6 +133,20 @@ def test_what_never_came_is_owed_no_more():
     assert run(main()) == pytest.approx(8 * LEAF * BITS / RATE_MBIT_S)
 
 
+def test_a_donor_that_refuses_costs_none_of_the_rate():
+    async def main():
+        inflow, loop = Inflow(), asyncio.get_running_loop()
+        inflow.limit(RATE_MBIT_S)
+        for _ in range(8):
+            async with inflow.asking(LEAF):
+                await asyncio.sleep(0.01)
+        async with inflow.asking(LEAF) as came:
+            came(LEAF)
+        return loop.time()
+
+    assert run(main()) < 2 * LEAF * BITS / RATE_MBIT_S + 8 * 0.01
+
+
 @pytest.mark.parametrize(("rate_mbit_s", "most"), [(RATE_MBIT_S, MAX_STREAMS), (None, 6)])
 def test_few_streams_take_what_a_cap_gives(rate_mbit_s, most):
     async def main():
